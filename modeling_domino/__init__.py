@@ -1,0 +1,15 @@
+"""Domino speculative decoding for transformers: same text, faster (arXiv 2605.29707)."""
+
+from transformers import AutoConfig, AutoModel
+
+from .candidate_generator_domino import DominoCandidateGenerator
+from .configuration_domino import DominoConfig
+from .modeling_domino import DominoForSpeculativeDraft
+
+
+__version__ = "0.1.0"
+
+AutoConfig.register("domino", DominoConfig, exist_ok=True)
+AutoModel.register(DominoConfig, DominoForSpeculativeDraft, exist_ok=True)
+
+__all__ = ["DominoCandidateGenerator", "DominoConfig", "DominoForSpeculativeDraft"]

@@ -1,0 +1,168 @@
+"""The door into generate(), and every private transformers name that we touch. Written for transformers 5.24.
+
+transformers has no extension point for assistants that decode by their own rules. This file adds one, as a backport
+of what we would propose upstream:
+
+    In `GenerationMixin.generate`, an assistant that knows how to decode is asked to: if `assistant_model` has a method
+    `speculate`, the call is prepared as without an assistant and then handed to it, like a `custom_generate` callable.
+    In `_get_candidate_generator`, an assistant that makes its own candidate generator is asked for it.
+
+Both wraps are duck-typed and hold no state, so any number of copies of this file (package, Hub repositories, other
+revisions) can live in one process: each draft decodes with its own code, and threads do not meet.
+"""
+
+import copy
+import functools
+import inspect
+
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList, StopStringCriteria
+
+
+MARK = "_speculation_door"
+WRAPPED = ("generate", "_get_candidate_generator")
+
+
+def install() -> None:
+    """Opens the door; does nothing where any copy of this file has already done so."""
+    for name, make in zip(WRAPPED, (_wrap_generate, _wrap_candidate_generator), strict=True):
+        current = getattr(GenerationMixin, name)
+        if not _has_door(current):
+            wrapper = make(current)
+            setattr(wrapper, MARK, wrapper)
+            setattr(GenerationMixin, name, wrapper)
+
+
+def uninstall() -> None:
+    """
+    Closes the door.
+
+    Raises:
+        RuntimeError: Somebody wrapped the method after us; nothing was changed.
+    """
+    current = {name: getattr(GenerationMixin, name) for name in WRAPPED}
+    for name, function in current.items():
+        if _has_door(function) and not _is_door(function):
+            raise RuntimeError(
+                f"`GenerationMixin.{name}` was wrapped again by `{function.__module__}.{function.__qualname__}` after "
+                "modeling_domino: undo that wrap first, then uninstall."
+            )
+    for name, function in current.items():
+        if _is_door(function):
+            setattr(GenerationMixin, name, function.__wrapped__)
+
+
+def is_installed() -> bool:
+    """Whether both wraps are in place, ours or another copy's."""
+    return all(_has_door(getattr(GenerationMixin, name)) for name in WRAPPED)
+
+
+def _is_door(function) -> bool:
+    # functools.wraps copies attributes, so a wrapper on top carries the mark too, but it is not the marked function.
+    return getattr(function, MARK, None) is function
+
+
+def _has_door(function) -> bool:
+    while function is not None:
+        if _is_door(function):
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def _wrap_generate(original):
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        bound = signature.bind_partial(self, *args, **kwargs)
+        draft = find_speculator(bound.arguments.get("assistant_model"))
+        if draft is None or isinstance(bound.arguments.get("custom_generate"), str):
+            return original(self, *args, **kwargs)
+        named = dict(list(bound.arguments.items())[1:])  # without self
+        named.update(named.pop("kwargs", {}))
+        return speculative_generate(original, self, draft, **named)
+
+    return generate
+
+
+def _wrap_candidate_generator(original):
+    @functools.wraps(original)
+    def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
+        if hasattr(assistant_model, "make_candidate_generator"):
+            return assistant_model.make_candidate_generator(**kwargs)
+        return original(self, *args, assistant_model=assistant_model, **kwargs)
+
+    return _get_candidate_generator
+
+
+def find_speculator(assistant_model):
+    """The model with a `speculate` method inside what wraps it (peft, torch.compile, DDP), or None."""
+    while assistant_model is not None:
+        if hasattr(assistant_model, "speculate"):
+            return assistant_model
+        assistant_model = getattr(assistant_model, "_orig_mod", None) or getattr(assistant_model, "module", None)
+    return None
+
+
+def speculative_generate(original, target, draft, **arguments):
+    """
+    The call as transformers prepares it without an assistant, decoded by `draft.speculate`.
+
+    Args:
+        original: transformers' `GenerationMixin.generate`.
+        target: The model that generate() was called on.
+        draft: A model with `speculate`.
+        arguments: Those of generate().
+    """
+    for name in ("custom_generate", "assistant_tokenizer"):
+        if arguments.pop(name, None) is not None:
+            raise ValueError(
+                f"`{name}` cannot be combined with a Domino draft as `assistant_model`: the draft brings its own "
+                f"decoding and shares the target's tokenizer. Drop `{name}`."
+            )
+    arguments.pop("assistant_model")
+    config = arguments.get("generation_config")
+    # generate() fills unset options with defaults meant for other assistants, so what the caller set is read first.
+    options = {}
+    for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
+        given = (arguments.get(name), getattr(config, name, None), getattr(target.generation_config, name, None))
+        options[name] = next((value for value in given if value is not None), None)
+    streamer = arguments.get("streamer")
+    _move_stop_strings(target, arguments)
+    return original(
+        target, custom_generate=functools.partial(draft.speculate, streamer=streamer, **options), **arguments
+    )
+
+
+def _move_stop_strings(target, arguments: dict) -> None:
+    """generate() drops `tokenizer` before it builds a callable's criteria, so the criterion is built here."""
+    tokenizer = arguments.pop("tokenizer", None)
+    config = arguments.get("generation_config") or target.generation_config
+    stop_strings = arguments.get("stop_strings") or config.stop_strings
+    if tokenizer is None or stop_strings is None:
+        return  # without a tokenizer generate() says what is missing
+    if arguments.pop("stop_strings", None) is None:
+        arguments["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
+    arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
+
+
+def assisted_decoding(target, input_ids: Tensor, session, generation_config: GenerationConfig, **kwargs):
+    """transformers' own assisted-decoding loop, with candidates from `session.make_candidate_generator`."""
+    install()
+    # The loop divides 0 by 0 when the draft's law equals the target's up to rounding and a token is rejected. Its
+    # guard is armed by this weight; at exactly 1 the rule is the lossless one (generation/utils.py, 5.24).
+    generation_config.assistant_ensemble_weight = 1.0
+    return type(target)._assisted_decoding(
+        target, input_ids, generation_config=generation_config, assistant_model=session, **kwargs
+    )
+
+
+def is_stateful(target) -> bool:
+    """Whether transformers marks the target as one whose state cannot be rolled back."""
+    return target._is_stateful
+
+
+__all__ = ["assisted_decoding", "find_speculator", "install", "is_installed", "is_stateful", "uninstall"]

@@ -1,0 +1,219 @@
+"""Between generate() and a decoding loop: what a draft refuses, which loop runs, what it reports.
+
+`SpeculationMixin.speculate` receives ids, cache, processors and criteria exactly as transformers prepares them for
+plain generation. Everything that would not be lossless is refused here, before the target has run.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerationMode
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from .compat_domino import assisted_decoding, install, is_stateful
+from .candidate_generator_domino import AssistedSession
+from .statistics_domino import LastGeneration
+from .target_domino import BorrowedTarget
+
+
+install()
+
+CROPPABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+# Rows that the field pads an embedding to; a larger difference means another vocabulary.
+MAX_PADDING_ROWS = 512
+OTHER_ASSISTANTS = (
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+)
+
+
+@dataclass
+class DecodingOptions:
+    """
+    How a draft decodes; kept on `draft.decoding` and never saved.
+
+    Args:
+        path: "auto" or "assisted", transformers' own loop.
+        draft_temperature: Factor of the call's temperature at which the draft samples its tokens. Any value is
+            lossless, since tokens are accepted against the law they were drawn from; 0 proposes the most likely one.
+    """
+
+    path: str = "auto"
+    draft_temperature: float = 1.0
+
+
+class SpeculationMixin:
+    """What makes a draft model usable as `assistant_model=`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.decoding = DecodingOptions()
+        self.head_enabled = True
+        self.last_generation: LastGeneration | None = None
+
+    def speculate(
+        self,
+        target: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer=None,
+        num_assistant_tokens: int | None = None,
+        assistant_confidence_threshold: float | None = None,
+        **model_kwargs,
+    ):
+        """
+        Decodes one prepared call; generate() calls it, users do not.
+
+        Args:
+            target: The model whose output is kept.
+            input_ids: Prompt ids, [1, T].
+            logits_processor, stopping_criteria, generation_config, model_kwargs: As generate() prepared them.
+            streamer: Receives the tokens of each round.
+            num_assistant_tokens: K, tokens drafted per round; the draft's maximum when None.
+            assistant_confidence_threshold: A block ends with a token that the draft gives a smaller probability;
+                never when None.
+
+        Returns:
+            What generate() returns.
+
+        Raises:
+            ValueError: The draft does not fit the target, or the call asks for what cannot be done without changing
+                its output.
+        """
+        self.last_generation = None
+        _check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
+        borrowed = BorrowedTarget(target)
+        _check_fit(self.config, target, borrowed, generation_config)
+        most = self.config.max_draft_tokens
+        if num_assistant_tokens is not None and not 1 <= num_assistant_tokens <= most:
+            raise ValueError(
+                f"`num_assistant_tokens={num_assistant_tokens}`, but this draft proposes 1 to {most} tokens per round "
+                f"(`block_size={self.config.block_size}`, `shift_label={self.config.shift_label}`): choose a value "
+                "within, or leave it unset for all of them."
+            )
+        _check_options(self.decoding)
+        with borrowed.tap(self.config.target_layer_ids) as taps:
+            session = AssistedSession(
+                draft=self,
+                target=borrowed,
+                taps=taps,
+                stopping_criteria=stopping_criteria,
+                num_assistant_tokens=num_assistant_tokens or most,
+                confidence_threshold=assistant_confidence_threshold or 0.0,
+            )
+            output = assisted_decoding(
+                target,
+                input_ids,
+                session,
+                generation_config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                streamer=streamer,
+                **model_kwargs,
+            )
+        self.last_generation = session.recorder.summary("assisted", "transformers' assisted-decoding loop")
+        return output
+
+
+def _check_call(target, input_ids, logits_processor, generation_config, model_kwargs) -> None:
+    name = type(target).__name__
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; a Domino draft needs a decoder-only target.")
+    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or []
+    recurrent = sorted(set(layer_types) - CROPPABLE_LAYERS)
+    if is_stateful(target) or recurrent:
+        raise ValueError(
+            f"{name} keeps a recurrent state ({', '.join(recurrent) or 'stateful model'}) that cannot be rolled back "
+            "after a rejected token: use it without a draft."
+        )
+    if generation_config.num_beams > 1:
+        raise ValueError(
+            f"`num_beams={generation_config.num_beams}`: a Domino draft decodes greedily or by sampling; set "
+            "`num_beams=1` or drop `assistant_model`."
+        )
+    mode = generation_config.get_generation_mode()
+    others = [option for option in OTHER_ASSISTANTS if getattr(generation_config, option, None)]
+    if others:
+        raise ValueError(
+            f"`{others[0]}={getattr(generation_config, others[0])}` belongs to another kind of assisted decoding: drop "
+            "it or drop `assistant_model`."
+        )
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise ValueError(
+            f"Generation mode `{mode.value}` is not supported with a Domino draft, which decodes greedily or by sampling."
+        )
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"The batch has {input_ids.shape[0]} rows (`num_return_sequences={generation_config.num_return_sequences}`); "
+            "a Domino draft decodes one row per call: call generate() once for each."
+        )
+    if not generation_config.use_cache:
+        raise ValueError("`use_cache=False`: verification needs the target's cache; leave it on with a Domino draft.")
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("`inputs_embeds` prompts are not supported with a Domino draft: pass `input_ids`.")
+    if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
+        raise ValueError(
+            f"`guidance_scale={generation_config.guidance_scale}` keeps a state of its own per token and would change "
+            "tokens when some are rejected: drop it or drop `assistant_model`."
+        )
+    cache = model_kwargs.get("cache")
+    if cache is None or not cache.is_croppable:
+        raise ValueError(
+            f"The cache is a {type(cache).__name__} (`cache_implementation="
+            f"{generation_config.cache_implementation!r}`), which cannot be cropped after a rejected token: use the "
+            "default cache or `cache_implementation='static'`."
+        )
+    if cache.get_seq_length() > 0:
+        raise ValueError(
+            f"The cache already holds {int(cache.get_seq_length())} tokens, whose hidden states the draft has not seen: "
+            "pass the whole conversation as `input_ids` without `cache`."
+        )
+
+
+def _check_fit(config, target, borrowed: BorrowedTarget, generation_config) -> None:
+    text_config = target.config.get_text_config(decoder=True)
+    remedy = f"Use a draft that was trained for {target.config.name_or_path or type(target).__name__}."
+    if text_config.hidden_size != config.hidden_size:
+        raise ValueError(
+            f"The draft's hidden size is {config.hidden_size}, the target's {text_config.hidden_size}. {remedy}"
+        )
+    if text_config.num_hidden_layers != config.num_target_layers:
+        raise ValueError(
+            f"The draft taps layers {config.target_layer_ids} of {config.num_target_layers}, but the target has "
+            f"{text_config.num_hidden_layers} layers. {remedy}"
+        )
+    rows = text_config.vocab_size
+    if abs(rows - config.vocab_size) > MAX_PADDING_ROWS:
+        raise ValueError(
+            f"The draft's vocabulary has {config.vocab_size} rows, the target's {rows}: more than padding, so the "
+            f"tokenizers differ. {remedy}"
+        )
+    if config.mask_token_id >= rows:
+        raise ValueError(
+            f"The draft's mask token {config.mask_token_id} is outside the target's {rows} embedding rows. {remedy}"
+        )
+    for kind in ("bos", "eos", "pad"):
+        ids = getattr(generation_config, f"{kind}_token_id")
+        if config.mask_token_id in (ids if isinstance(ids, list) else [ids]):
+            raise ValueError(
+                f"The draft's mask token {config.mask_token_id} is a {kind.upper()} token of this call: the draft "
+                f"needs a `mask_token_id` that no text contains. {remedy}"
+            )
+
+
+def _check_options(options: DecodingOptions) -> None:
+    if options.path not in ("auto", "assisted"):
+        raise ValueError(f"`draft.decoding.path` is {options.path!r}, expected 'auto' or 'assisted'.")
+    if not options.draft_temperature >= 0:
+        raise ValueError(
+            f"`draft.decoding.draft_temperature` is {options.draft_temperature}, expected 0 (greedy drafts) or a "
+            "positive factor of the call's temperature."
+        )
+
+
+__all__ = ["DecodingOptions", "SpeculationMixin"]

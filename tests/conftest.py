@@ -1,0 +1,104 @@
+"""Tiny random targets and drafts; a draft that is rigged to be right for a known number of tokens."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from modeling_domino import DominoConfig, DominoForSpeculativeDraft
+
+
+# Tiny models gain nothing from a second thread and lose much to one that waits.
+torch.set_num_threads(1)
+
+MASK, BOS, EOS, PAD = 23, 1, 2, 0
+# Fewer tokens than hidden units, so that a hidden state exists for any wanted logits.
+SIZES = {
+    "vocab_size": 24,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": BOS,
+    "eos_token_id": None,
+    "pad_token_id": PAD,
+    "initializer_range": 0.3,  # far from uniform, so that greedy texts do not loop at once
+}
+TARGETS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make_target(kind: str = "llama", seed: int = 0, **overrides):
+    """A random target of the given architecture, in float32."""
+    config_class, model_class = TARGETS[kind]
+    torch.manual_seed(seed)
+    sizes = {**SIZES, **({"head_dim": 8} if kind == "qwen3" else {}), **overrides}
+    return model_class(config_class(**sizes)).eval()
+
+
+def make_config(target, **overrides) -> DominoConfig:
+    small = {"mask_token_id": MASK, "num_hidden_layers": 2, "block_size": 5, "gru_hidden_dim": 16, "emb_dim": 8}
+    return DominoConfig.from_target(target.config, **{**small, **overrides})
+
+
+def make_draft(target, seed: int = 1, **overrides) -> DominoForSpeculativeDraft:
+    """A random draft whose head is not neutral: corrections move its choices."""
+    config = make_config(target, **overrides)
+    torch.manual_seed(seed)
+    draft = DominoForSpeculativeDraft(config).eval()
+    torch.nn.init.normal_(draft.embed_proj[2].weight)
+    return draft
+
+
+class RiggedDraft(DominoForSpeculativeDraft):
+    """Proposes the tokens of a known text, right for the first `right` predictions of a block and wrong after them.
+
+    Only the backbone is rigged: taps, caches, lm_head, correction loop (with a neutral head) and verification are
+    those of any draft.
+    """
+
+    def rig(self, target, text: torch.Tensor, right: int) -> "RiggedDraft":
+        self.text, self.right = text, right
+        self.inverse_head = torch.linalg.pinv(target.lm_head.weight.detach())
+        return self
+
+    def backbone(self, noise_embeds, context_hidden_states, position_ids, **kwargs):
+        super().backbone(noise_embeds, context_hidden_states, position_ids, **kwargs)
+        slots = self.config.block_size
+        anchor = int(position_ids[0, -slots])
+        first = 0 if self.config.shift_label else 1
+        wanted = torch.zeros(slots, self.config.vocab_size)
+        for slot in range(first, slots):
+            prediction = slot - first
+            position = anchor + 1 + prediction
+            token = int(self.text[position]) if position < len(self.text) else MASK
+            if prediction >= self.right:
+                token = (token + 1) % MASK
+            wanted[slot, token] = 30.0
+        return (wanted @ self.inverse_head.T)[None, None]
+
+
+def make_rigged(target, text: torch.Tensor, right: int, **overrides) -> RiggedDraft:
+    """A draft that knows the target's continuation `text` (prompt included, [T])."""
+    torch.manual_seed(1)
+    return RiggedDraft(make_config(target, **overrides)).eval().rig(target, text, right)
+
+
+@pytest.fixture
+def target():
+    return make_target()
+
+
+@pytest.fixture
+def draft(target):
+    return make_draft(target)
+
+
+@pytest.fixture
+def prompt():
+    torch.manual_seed(7)
+    return torch.randint(3, MASK, (1, 6))
