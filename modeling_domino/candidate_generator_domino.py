@@ -20,7 +20,7 @@ from .target_domino import BorrowedTarget, Taps
 
 @dataclass
 class AssistedSession:
-    """One generate call: what the loop hands to the draft in the place of an assistant model."""
+    """One generate call: draft, target, taps, options and what happened."""
 
     draft: torch.nn.Module
     target: BorrowedTarget
@@ -31,9 +31,9 @@ class AssistedSession:
     recorder: RoundRecorder = field(default_factory=RoundRecorder)
 
     def make_candidate_generator(
-        self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList, **_
+        self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList
     ) -> "DominoCandidateGenerator":
-        """The protocol that compat_domino.py asks for."""
+        """What compat_domino.py asks for when the loop starts."""
         return DominoCandidateGenerator(self, generation_config, logits_processor)
 
 

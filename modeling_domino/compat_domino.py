@@ -5,9 +5,8 @@ of what we would propose upstream:
 
     In `GenerationMixin.generate`, an assistant that knows how to decode is asked to: if `assistant_model` has a method
     `speculate`, the call is prepared as without an assistant and then handed to it, like a `custom_generate` callable.
-    In `_get_candidate_generator`, an assistant that makes its own candidate generator is asked for it.
 
-Both wraps are duck-typed and hold no state, so any number of copies of this file (package, Hub repositories, other
+The wrap is duck-typed and holds no state, so any number of copies of this file (package, Hub repositories, other
 revisions) can live in one process: each draft decodes with its own code, and threads do not meet.
 """
 
@@ -20,17 +19,15 @@ from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList
 
 
 MARK = "_speculation_door"
-WRAPPED = ("generate", "_get_candidate_generator")
 
 
 def install() -> None:
     """Opens the door; does nothing where any copy of this file has already done so."""
-    for name, make in zip(WRAPPED, (_wrap_generate, _wrap_candidate_generator), strict=True):
-        current = getattr(GenerationMixin, name)
-        if not _has_door(current):
-            wrapper = make(current)
-            setattr(wrapper, MARK, wrapper)
-            setattr(GenerationMixin, name, wrapper)
+    current = GenerationMixin.generate
+    if not _has_door(current):
+        wrapper = _wrap_generate(current)
+        setattr(wrapper, MARK, wrapper)
+        GenerationMixin.generate = wrapper
 
 
 def uninstall() -> None:
@@ -40,21 +37,22 @@ def uninstall() -> None:
     Raises:
         RuntimeError: Somebody wrapped the method after us; nothing was changed.
     """
-    current = {name: getattr(GenerationMixin, name) for name in WRAPPED}
-    for name, function in current.items():
-        if _has_door(function) and not _is_door(function):
-            raise RuntimeError(
-                f"`GenerationMixin.{name}` was wrapped again by `{function.__module__}.{function.__qualname__}` after "
-                "modeling_domino: undo that wrap first, then uninstall."
-            )
-    for name, function in current.items():
-        if _is_door(function):
-            setattr(GenerationMixin, name, function.__wrapped__)
+    current = GenerationMixin.generate
+    if _is_door(current):
+        GenerationMixin.generate = current.__wrapped__
+    elif _has_door(current):
+        # functools.wraps copies names, so who wrapped is read from its code, which callable objects do not have.
+        code = getattr(current, "__code__", None)
+        who = f"`{code.co_name}` ({code.co_filename}, line {code.co_firstlineno})" if code else repr(current)
+        raise RuntimeError(
+            f"`GenerationMixin.generate` was wrapped again by {who} after modeling_domino: undo that wrap first, then "
+            "uninstall."
+        )
 
 
 def is_installed() -> bool:
-    """Whether both wraps are in place, ours or another copy's."""
-    return all(_has_door(getattr(GenerationMixin, name)) for name in WRAPPED)
+    """Whether the door is open, ours or another copy's."""
+    return _has_door(GenerationMixin.generate)
 
 
 def _is_door(function) -> bool:
@@ -84,16 +82,6 @@ def _wrap_generate(original):
         return speculative_generate(original, self, draft, **named)
 
     return generate
-
-
-def _wrap_candidate_generator(original):
-    @functools.wraps(original)
-    def _get_candidate_generator(self, *args, assistant_model=None, **kwargs):
-        if hasattr(assistant_model, "make_candidate_generator"):
-            return assistant_model.make_candidate_generator(**kwargs)
-        return original(self, *args, assistant_model=assistant_model, **kwargs)
-
-    return _get_candidate_generator
 
 
 def find_speculator(assistant_model):
@@ -149,15 +137,33 @@ def _move_stop_strings(target, arguments: dict) -> None:
     arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
 
 
+class _WithCandidates:
+    """The target as the loop sees it for one call: itself, but for where candidates come from."""
+
+    def __init__(self, target, session):
+        self._target, self._session = target, session
+
+    def __getattr__(self, name: str):
+        return getattr(self._target, name)
+
+    def __call__(self, *args, **kwargs):
+        return self._target(*args, **kwargs)
+
+    def _get_candidate_generator(self, generation_config, logits_processor, **_):
+        return self._session.make_candidate_generator(generation_config, logits_processor)
+
+
 def assisted_decoding(target, input_ids: Tensor, session, generation_config: GenerationConfig, **kwargs):
-    """transformers' own assisted-decoding loop, with candidates from `session.make_candidate_generator`."""
-    install()
+    """transformers' own assisted-decoding loop, with candidates from `session.make_candidate_generator`.
+
+    transformers picks candidate generators by class name inside a private method, so the loop is given a view of the
+    target that answers that one method itself.
+    """
     # The loop divides 0 by 0 when the draft's law equals the target's up to rounding and a token is rejected. Its
     # guard is armed by this weight; at exactly 1 the rule is the lossless one (generation/utils.py, 5.24).
     generation_config.assistant_ensemble_weight = 1.0
-    return type(target)._assisted_decoding(
-        target, input_ids, generation_config=generation_config, assistant_model=session, **kwargs
-    )
+    loop = type(target)._assisted_decoding
+    return loop(_WithCandidates(target, session), input_ids, generation_config=generation_config, **kwargs)
 
 
 def is_stateful(target) -> bool:

@@ -160,8 +160,12 @@ class DominoConfig(Qwen3Config):
             A validated `DominoConfig`. What the target could not tell and was invented is logged in one warning.
 
         Raises:
-            ValueError: No mask token could be picked, or a field does not fit the target.
+            ValueError: No mask token could be picked, or an override is no field. Values that do not fit the target
+                raise the validation errors of `huggingface_hub.dataclasses`.
         """
+        unknown = sorted(set(overrides) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise ValueError(f"DominoConfig has no field `{unknown[0]}`: its fields are listed in its docstring.")
         if target_config.is_encoder_decoder:
             raise ValueError(
                 f"The target is a `{target_config.model_type}` encoder-decoder; Domino drafts for decoder-only targets."
@@ -232,6 +236,11 @@ class DominoConfig(Qwen3Config):
             )
         return super().from_dict(config_dict, **kwargs)
 
+    @classmethod
+    def from_json_file(cls, json_file):
+        """As `from_dict`, so that no way of reading a file guesses its alignment."""
+        return cls.from_dict(cls._dict_from_json_file(json_file))
+
 
 def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
     """The public default: `num_taps` layers spread evenly from layer 1 to the third last, never the last.
@@ -289,7 +298,7 @@ def read_public_layout(config_dict: dict[str, Any]) -> dict[str, Any]:
             "Domino draft."
         )
     for key, value in nested.items():
-        if flat.get(key, value) != value:
+        if flat.get(key) not in (None, value):
             raise ValueError(
                 f"`{key}` is {flat[key]} at the top level but {value} in `dflash_config`: make the two agree."
             )

@@ -1,5 +1,7 @@
 """The base-anchored curriculum (paper section 4.2): L = (1-λ)·CE(final) + λ·CE(base), λ from 1 to 0."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,6 +27,31 @@ def lambda_base(step: int, total_steps: int, start: float, decay_ratio: float) -
     return start * max(0.0, 1.0 - step / decay_steps)
 
 
+def sample_vocabulary(labels: Tensor, vocab_size: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """
+    Token ids for a sampled softmax (Jean et al. 2015, arXiv 1412.2007): every label, and others drawn uniformly.
+
+    Args:
+        labels: Token ids of any shape.
+        vocab_size: V.
+        size: Ids to draw beside the labels.
+        generator: Source of randomness.
+
+    Returns:
+        M sorted ids, and what to add to their logits so that the softmax over them estimates the full one, [M].
+    """
+    wanted = labels.unique()
+    others = torch.ones(vocab_size, dtype=torch.bool)
+    others[wanted.cpu()] = False
+    others = others.nonzero().squeeze(1)
+    drawn = others[torch.randperm(len(others), generator=generator)[:size]].to(wanted.device)
+    ids, order = torch.cat([wanted, drawn]).sort()
+    offset = torch.zeros(len(ids), device=ids.device)
+    if len(drawn):
+        offset[order >= len(wanted)] = math.log(len(others) / len(drawn))
+    return ids, offset
+
+
 def two_term_loss(
     base_logits: Tensor, logits: Tensor, labels: Tensor, weights: Tensor, lambda_base: float, normalizer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,14 +66,13 @@ def two_term_loss(
     Returns:
         Loss, base loss and final loss, scalars.
     """
-    counted = weights > 0
 
     def cross_entropy(scores: Tensor) -> Tensor:
-        losses = F.cross_entropy(scores[counted].float(), labels[counted], reduction="none")
-        return (losses * weights[counted]).sum() / normalizer
+        losses = F.cross_entropy(scores.flatten(0, 2).float(), labels.flatten(), reduction="none")
+        return (losses * weights.flatten()).sum() / normalizer
 
     base, final = cross_entropy(base_logits), cross_entropy(logits)
     return (1 - lambda_base) * final + lambda_base * base, base, final
 
 
-__all__ = ["lambda_base", "position_weights", "two_term_loss"]
+__all__ = ["lambda_base", "position_weights", "sample_vocabulary", "two_term_loss"]

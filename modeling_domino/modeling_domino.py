@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Cache, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -148,9 +149,9 @@ class DominoPreTrainedModel(PreTrainedModel):
             bound = module.hidden_size**-0.5
             init.uniform_(module.weight_ih_l0, -bound, bound)
             init.uniform_(module.weight_hh_l0, -bound, bound)
-        elif isinstance(module, DominoForSpeculativeDraft):
+        elif module is self.embed_proj[2]:
             # A fresh head is neutral: final logits equal base logits until W2 has learnt something.
-            init.zeros_(module.embed_proj[2].weight)
+            init.zeros_(module.weight)
 
 
 class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
@@ -227,6 +228,7 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
         position_ids: Tensor,
         lm_head: Callable[[Tensor], Tensor],
         attention_mask: dict[str, Tensor | None] | None = None,
+        vocabulary: Tensor | None = None,
     ) -> DominoOutput:
         """
         Teacher-forced pass over whole blocks: the head reads the true tokens (paper section 4.1).
@@ -235,6 +237,8 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
             noise_embeds, context_hidden_states, position_ids, attention_mask: See `backbone`.
             prefix_embeds: Target embeddings of x_a..x_{a+K-1}, [b, N, K, H].
             lm_head: The target's head, hidden states [..., H] to logits [..., V].
+            vocabulary: Ids of the M tokens that `lm_head` scores, when it does not score all V; logits are then
+                [b, N, K, M].
 
         Returns:
             `DominoOutput`.
@@ -248,7 +252,11 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
         states = states.view(*predicting.shape[:3], -1)
         uncorrected = min(self.config.pure_draft_prefix_len, predicting.shape[2])
         features = torch.cat([predicting, states], dim=-1)[:, :, uncorrected:]
-        corrected = base_logits[:, :, uncorrected:] + self.embed_proj(features)
+        if vocabulary is None:
+            correction = self.embed_proj(features)
+        else:
+            correction = F.linear(self.embed_proj[:2](features), _dense(self.embed_proj[2])[vocabulary])
+        corrected = base_logits[:, :, uncorrected:] + correction
         logits = torch.cat([base_logits[:, :, :uncorrected], corrected], dim=2)
         return DominoOutput(hidden_states, base_logits, logits)
 
@@ -262,14 +270,26 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
         Decoding reads nothing else of the head, so it cannot run without an adapter that training saw.
         """
         w1 = _dense(self.embed_proj[0])
+        gru_input, gru_hidden = self._gru_weights()
         hidden = self.config.hidden_size
         return HeadWeights(
-            gru_input=self.prefix_gru.weight_ih_l0,
-            gru_hidden=self.prefix_gru.weight_hh_l0,
+            gru_input=gru_input,
+            gru_hidden=gru_hidden,
             w1_hidden=w1[:, :hidden],
             w1_state=w1[:, hidden:],
             w2=_dense(self.embed_proj[2]),
         )
+
+    def _gru_weights(self) -> tuple[Tensor, Tensor]:
+        """What the GRU's own forward reads: peft puts adapted values in place only while a wrapped module runs."""
+        if type(self.prefix_gru) is PrefixGRU:
+            return self.prefix_gru.weight_ih_l0, self.prefix_gru.weight_hh_l0
+        seen = []
+        gru = next(module for module in self.prefix_gru.modules() if isinstance(module, PrefixGRU))
+        hook = gru.register_forward_hook(lambda module, *_: seen.append((module.weight_ih_l0, module.weight_hh_l0)))
+        with hook:
+            self.prefix_gru(torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device))
+        return seen[0]
 
     @contextmanager
     def head_disabled(self):

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from .compat_domino import assisted_decoding, install, is_stateful
 from .candidate_generator_domino import AssistedSession
+from .compat_domino import assisted_decoding, install, is_stateful
 from .statistics_domino import LastGeneration
 from .target_domino import BorrowedTarget
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 
@@ -43,18 +44,36 @@ class BorrowedTarget:
         """Embeddings [..., H] of token ids, as the target's embedding module gives them."""
         return self.embedding(token_ids)
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """Base logits [..., V] of draft hidden states [..., H], with the target's own scaling and soft-capping."""
+    def logits(self, hidden_states: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """
+        Base logits of draft hidden states, with the target's own scaling and soft-capping.
+
+        Args:
+            hidden_states: [..., H].
+            vocabulary: Ids of the M tokens to score; all V of them when None.
+
+        Returns:
+            [..., V] or [..., M].
+        """
         if self._head_dtype.is_floating_point:
             hidden_states = hidden_states.to(self._head_dtype)
         if self._head_device.type != "meta":
             hidden_states = hidden_states.to(self._head_device)
-        logits = self.lm_head(hidden_states)
+        logits = self.lm_head(hidden_states) if vocabulary is None else self._rows(hidden_states, vocabulary)
         if self._multiplier != 1.0:
             logits = logits * self._multiplier
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    def _rows(self, hidden_states: Tensor, vocabulary: Tensor) -> Tensor:
+        if type(self.lm_head) is not nn.Linear:
+            raise ValueError(
+                f"The target's lm_head is a {type(self.lm_head).__name__}, whose rows cannot be picked: train with the "
+                "full softmax (`sampled_softmax=None`)."
+            )
+        bias = None if self.lm_head.bias is None else self.lm_head.bias[vocabulary]
+        return F.linear(hidden_states, self.lm_head.weight[vocabulary], bias)
 
     def tap(self, layer_ids: list[int]) -> "Taps":
         """Taps on zero-based decoder layers, to be entered around the target's forward passes."""

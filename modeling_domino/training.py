@@ -4,6 +4,7 @@ Each batch runs the frozen target once for the context hidden states, then the d
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from transformers.trainer_utils import SchedulerType
 
 from .anchors import Blocks, block_attention_mask, build_blocks, sample_anchors
 from .configuration_domino import DominoConfig
-from .losses import lambda_base, position_weights, two_term_loss
+from .losses import lambda_base, position_weights, sample_vocabulary, two_term_loss
 from .target_domino import BorrowedTarget
 
 
@@ -33,12 +34,20 @@ class DominoTrainingArguments(TrainingArguments):
         default=1.0, metadata={"help": "Share of all steps over which λ falls to 0; 1.0 in every published recipe."}
     )
 
+    sampled_softmax: int | None = field(
+        default=None,
+        metadata={"help": "Tokens drawn beside the labels to estimate the softmax over; None: the full vocabulary."},
+    )
+
     def __post_init__(self):
         super().__post_init__()
-        if self.num_anchors < 1:
-            raise ValueError(f"`num_anchors` is {self.num_anchors}, expected at least 1.")
+        for name in ("num_anchors", "sampled_softmax"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}, expected at least 1.")
         if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:
-            raise ValueError(f"`loss_decay_gamma` is {self.loss_decay_gamma}, expected a positive value or None (off).")
+            raise ValueError(
+                f"`loss_decay_gamma` is {self.loss_decay_gamma}, expected a positive value or None (off)."
+            )
         if not 0 <= self.lambda_base_start <= 1:
             raise ValueError(f"`lambda_base_start` is {self.lambda_base_start}, expected a value in [0, 1].")
         if not 0 < self.lambda_base_decay_ratio <= 1:
@@ -113,6 +122,7 @@ class DominoTrainer(Trainer):
         if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
         self.borrowed = BorrowedTarget(target)
+        self._vocabulary_generator = torch.Generator().manual_seed(args.seed)
         self._losses = {True: [], False: []}  # by whether they come from training
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
@@ -132,19 +142,29 @@ class DominoTrainer(Trainer):
         if context is None:
             context = self._context_hidden_states(input_ids, attention_mask)
         context_mask = attention_mask[:, : context.shape[1]]
-        noise_ids = torch.full((*blocks.anchors.shape, config.block_size), config.mask_token_id, device=input_ids.device)
+        noise_ids = torch.full(
+            (*blocks.anchors.shape, config.block_size), config.mask_token_id, device=input_ids.device
+        )
         noise_ids[..., 0] = blocks.prefix_ids[..., 0]
+        labels, lm_head, vocabulary, offset = blocks.labels, self.borrowed.logits, None, 0.0
+        if self.args.sampled_softmax is not None and model.training:
+            vocabulary, offset = sample_vocabulary(
+                labels, config.vocab_size, self.args.sampled_softmax, self._vocabulary_generator
+            )
+            labels = torch.searchsorted(vocabulary, labels)
+            lm_head = partial(self.borrowed.logits, vocabulary=vocabulary)
         outputs = model(
             noise_embeds=self._embed(noise_ids),
             context_hidden_states=context.to(self._draft.dtype),
             prefix_embeds=self._embed(blocks.prefix_ids),
             position_ids=self._positions(blocks.anchors, context.shape[1], config.block_size),
-            lm_head=self.borrowed.logits,
+            lm_head=lm_head,
+            vocabulary=vocabulary,
             attention_mask=self._masks(blocks.anchors, context_mask, config),
         )
         normalizer = num_items_in_batch if num_items_in_batch is not None else blocks.weights.sum()
         loss, base_loss, final_loss = two_term_loss(
-            outputs.base_logits, outputs.logits, blocks.labels, blocks.weights, self.lambda_base, normalizer
+            outputs.base_logits + offset, outputs.logits + offset, labels, blocks.weights, self.lambda_base, normalizer
         )
         if num_items_in_batch is not None:
             loss = loss * self.accelerator.num_processes  # DDP averages gradients over processes

@@ -90,7 +90,7 @@ def make_rigged(target, text: torch.Tensor, right: int, **overrides) -> RiggedDr
 
 @pytest.fixture
 def target():
-    return make_target()
+    return make_target(seed=6)  # whose greedy texts do not repeat themselves
 
 
 @pytest.fixture

