@@ -215,7 +215,10 @@ def main() -> None:
     compare_in_float32(target, draft, tokenizer, prompt_ids, arguments.new_tokens)
     measure_tau(target, draft, prompt_ids, arguments.new_tokens)
     compare_in_bfloat16(target, draft, prompt_ids, arguments.new_tokens)
-    print(f"draft saved in {arguments.output}; all of it took {time.perf_counter() - started:.0f} s")
+    print(
+        f"draft saved in {arguments.output}; all of it took {time.perf_counter() - started:.0f} s. Your own prompts:"
+    )
+    print(f'  domino generate {arguments.target or smollm2_file()} --draft {arguments.output} --prompt "..."')
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
@@ -62,11 +62,10 @@ class DominoCandidateGenerator(CandidateGenerator):
         self.generation_config = generation_config
         self.max_length = generation_config.max_length
         self.logits_processor = logits_processor
-        # EOS and length are the loop's; a deadline is no property of a token.
         self.stopping_criteria = StoppingCriteriaList(
             criterion
             for criterion in session.stopping_criteria
-            if not isinstance(criterion, (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria))
+            if not _is_left_to_the_loop(criterion, generation_config)
         )
         self.cache = DynamicCache()
         self.context_rows = 0
@@ -168,13 +167,38 @@ class DominoCandidateGenerator(CandidateGenerator):
         """Whether a criterion fires on the last drafted token: the draft ends with it, and so does the text if the
         target agrees. The bonus token that the loop adds is cut by the length limit of this round. The draft must not
         end before that token: whether it stops would then depend on a token that was drawn and dropped, a bias."""
-        if not self.stopping_criteria or not bool(self.stopping_criteria(ids, None).all()):
+        scores = _UnverifiedScores() if self.generation_config.output_scores else None
+        if not self.stopping_criteria or not bool(self.stopping_criteria(ids, scores).all()):
             return False
         self.generation_config.max_length = ids.shape[1]
         return True
 
     def _to_draft(self, states: Tensor) -> Tensor:
         return states.to(self.draft.device, self.draft.dtype)
+
+
+class _UnverifiedScores:
+    """Stands for the scores of drafted tokens, which the target has not given yet."""
+
+    def __getitem__(self, index):
+        raise ValueError(
+            "A stopping criterion reads `scores`, which a draft's tokens do not have before they are verified: let it "
+            "read `input_ids` alone, or drop `assistant_model`."
+        )
+
+    __len__ = __iter__ = lambda self: self[0]
+
+
+def _is_left_to_the_loop(criterion: StoppingCriteria, generation_config: GenerationConfig) -> bool:
+    """The loop itself cuts at the call's EOS tokens and length; a deadline is no property of a token."""
+    if isinstance(criterion, EosTokenCriteria):
+        return set(criterion.eos_token_id.tolist()) == set(token_ids(generation_config.eos_token_id))
+    return isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria))
+
+
+def token_ids(value: int | list[int] | Tensor | None) -> list[int]:
+    """A special token of a generation config, which may be one id, several or none, as a list."""
+    return [] if value is None else torch.as_tensor(value).flatten().tolist()
 
 
 def sharpen(scores: Tensor, draft_temperature: float) -> Tensor:
@@ -185,4 +209,4 @@ def sharpen(scores: Tensor, draft_temperature: float) -> Tensor:
     return scores / draft_temperature
 
 
-__all__ = ["AssistedSession", "DominoCandidateGenerator", "sharpen"]
+__all__ = ["AssistedSession", "DominoCandidateGenerator", "sharpen", "token_ids"]

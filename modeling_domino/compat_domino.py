@@ -10,7 +10,6 @@ The wrap is duck-typed and holds no state, so any number of copies of this file 
 revisions) can live in one process: each draft decodes with its own code, and threads do not meet.
 """
 
-import copy
 import functools
 import inspect
 
@@ -75,7 +74,11 @@ def _wrap_generate(original):
     def generate(self, *args, **kwargs):
         bound = signature.bind_partial(self, *args, **kwargs)
         draft = find_speculator(bound.arguments.get("assistant_model"))
-        if draft is None or isinstance(bound.arguments.get("custom_generate"), str):
+        # Code from a repository decodes the whole call itself; continuous batching refuses assistants in its own words.
+        elsewhere = (
+            isinstance(bound.arguments.get("custom_generate"), str) or kwargs.get("cache_implementation") == "paged"
+        )
+        if draft is None or elsewhere:
             return original(self, *args, **kwargs)
         named = dict(list(bound.arguments.items())[1:])  # without self
         named.update(named.pop("kwargs", {}))
@@ -88,7 +91,7 @@ def find_speculator(assistant_model):
     """The model with a `speculate` method inside what wraps it (peft, torch.compile, DDP), or None."""
     while assistant_model is not None:
         if hasattr(assistant_model, "speculate"):
-            return assistant_model
+            return getattr(assistant_model.speculate, "__self__", assistant_model)
         assistant_model = getattr(assistant_model, "_orig_mod", None) or getattr(assistant_model, "module", None)
     return None
 
@@ -103,6 +106,7 @@ def speculative_generate(original, target, draft, **arguments):
         draft: A model with `speculate`.
         arguments: Those of generate().
     """
+    draft.last_generation = None
     for name in ("custom_generate", "assistant_tokenizer"):
         if arguments.pop(name, None) is not None:
             raise ValueError(
@@ -126,15 +130,17 @@ def speculative_generate(original, target, draft, **arguments):
 def _move_stop_strings(target, arguments: dict) -> None:
     """generate() drops `tokenizer` before it builds a callable's criteria, so the criterion is built here."""
     tokenizer = arguments.pop("tokenizer", None)
-    config = arguments.get("generation_config") or target.generation_config
-    stop_strings = arguments.get("stop_strings") or config.stop_strings
+    configs = (arguments.get("generation_config"), target.generation_config)
+    given = (arguments.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs))
+    stop_strings = next((value for value in given if value is not None), None)
     if tokenizer is None or stop_strings is None:
         return  # without a tokenizer generate() says what is missing
-    if arguments.pop("stop_strings", None) is None:
-        arguments["generation_config"] = config = copy.deepcopy(config)
-        config.stop_strings = None
-    criterion = StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings)
-    arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or []), criterion])
+    arguments["stop_strings"] = None  # an argument wins over both configs
+    criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+    # As in generate(), a criterion of the caller replaces the one that the option would make.
+    if not any(isinstance(criterion, StopStringCriteria) for criterion in criteria):
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+    arguments["stopping_criteria"] = criteria
 
 
 class _WithCandidates:

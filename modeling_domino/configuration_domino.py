@@ -7,6 +7,7 @@ position off, without any error.
 """
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -81,7 +82,7 @@ class DominoConfig(Qwen3Config):
         return self.block_size if self.shift_label else self.block_size - 1
 
     @classmethod
-    def _refuse_misspelt(cls, unknown: dict[str, Any]) -> None:
+    def _refuse_misspelt(cls, unknown: Iterable[str]) -> None:
         known = set(cls.__dataclass_fields__)
         inherited = set(PreTrainedConfig.__dataclass_fields__)
         for key in unknown:
@@ -164,6 +165,7 @@ class DominoConfig(Qwen3Config):
                 raise the validation errors of `huggingface_hub.dataclasses`.
         """
         unknown = sorted(set(overrides) - set(cls.__dataclass_fields__))
+        cls._refuse_misspelt(unknown)
         if unknown:
             raise ValueError(f"DominoConfig has no field `{unknown[0]}`: its fields are listed in its docstring.")
         if target_config.is_encoder_decoder:
@@ -250,7 +252,7 @@ def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
     if num_target_layers < 2:
         raise ValueError(f"The target has {num_target_layers} layer(s); a draft taps layers before the last one.")
     if num_taps == 1:
-        return [num_target_layers // 2]
+        return [min(num_target_layers // 2, num_target_layers - 2)]
     first, last = 1, num_target_layers - 3
     ids = (round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps))
     return sorted({min(max(layer_id, 0), num_target_layers - 2) for layer_id in ids})

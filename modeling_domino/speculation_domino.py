@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from .candidate_generator_domino import AssistedSession
+from .candidate_generator_domino import AssistedSession, token_ids
 from .compat_domino import assisted_decoding, install, is_stateful
 from .statistics_domino import LastGeneration
 from .target_domino import BorrowedTarget
@@ -97,6 +98,9 @@ class SpeculationMixin:
                 "within, or leave it unset for all of them."
             )
         _check_options(self.decoding)
+        limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+        # A criterion of the caller replaces the one that generate() makes of its own length.
+        generation_config.max_length = min(limits, default=generation_config.max_length)
         with borrowed.tap(self.config.target_layer_ids) as taps:
             session = AssistedSession(
                 draft=self,
@@ -145,7 +149,8 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
         )
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ValueError(
-            f"Generation mode `{mode.value}` is not supported with a Domino draft, which decodes greedily or by sampling."
+            f"Generation mode `{mode.value}` is not supported with a Domino draft, which decodes greedily or "
+            "by sampling: drop the option that asks for it or drop `assistant_model`."
         )
     if input_ids.shape[0] > 1:
         raise ValueError(
@@ -198,10 +203,9 @@ def _check_fit(config, target, borrowed: BorrowedTarget, generation_config) -> N
             f"The draft's mask token {config.mask_token_id} is outside the target's {rows} embedding rows. {remedy}"
         )
     for kind in ("bos", "eos", "pad"):
-        ids = getattr(generation_config, f"{kind}_token_id")
-        if config.mask_token_id in (ids if isinstance(ids, list) else [ids]):
+        if config.mask_token_id in token_ids(getattr(generation_config, f"{kind}_token_id")):
             raise ValueError(
-                f"The draft's mask token {config.mask_token_id} is a {kind.upper()} token of this call: the draft "
+                f"The draft's mask token {config.mask_token_id} is the {kind.upper()} token of this call: the draft "
                 f"needs a `mask_token_id` that no text contains. {remedy}"
             )
 
@@ -209,10 +213,10 @@ def _check_fit(config, target, borrowed: BorrowedTarget, generation_config) -> N
 def _check_options(options: DecodingOptions) -> None:
     if options.path not in ("auto", "assisted"):
         raise ValueError(f"`draft.decoding.path` is {options.path!r}, expected 'auto' or 'assisted'.")
-    if not options.draft_temperature >= 0:
+    if options.draft_temperature != 0 and not 0.01 <= options.draft_temperature <= 100:
         raise ValueError(
-            f"`draft.decoding.draft_temperature` is {options.draft_temperature}, expected 0 (greedy drafts) or a "
-            "positive factor of the call's temperature."
+            f"`draft.decoding.draft_temperature` is {options.draft_temperature}, expected 0 (greedy drafts) or a factor "
+            "of the call's temperature between 0.01 and 100."
         )
 
 

@@ -1,8 +1,22 @@
 """Tiny random targets and drafts; a draft that is rigged to be right for a known number of tokens."""
 
+import os
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: tests reach no hub
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from modeling_domino import DominoConfig, DominoForSpeculativeDraft
 
@@ -86,6 +100,14 @@ def make_rigged(target, text: torch.Tensor, right: int, **overrides) -> RiggedDr
     """A draft that knows the target's continuation `text` (prompt included, [T])."""
     torch.manual_seed(1)
     return RiggedDraft(make_config(target, **overrides)).eval().rig(target, text, right)
+
+
+def make_tokenizer(**special) -> PreTrainedTokenizerFast:
+    """One letter per id, so that a stop string of two letters spans two tokens."""
+    vocabulary = Tokenizer(models.WordLevel({chr(ord("a") + i): i for i in range(24)}, unk_token="a"))
+    vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    vocabulary.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=vocabulary, **special)
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def small_target():
     return make_target(vocab_size=VOCABULARY, num_hidden_layers=2, initializer_range=0.15)
 
 
-@pytest.mark.parametrize("setting", [(1.0, None, None, 1.0), (1.5, 8, None, 0.5)])
+@pytest.mark.parametrize("setting", [(1.0, None, None, 1.0), (0.7, 6, None, 0.5)])
 def test_generate_has_the_law_of_the_target(setting, small_target):
     temperature, top_k, top_p, draft_temperature = setting
     prompt = torch.tensor([[3, 7, 10, 5]])
@@ -220,10 +220,11 @@ def test_a_rejection_without_residual_draws_from_the_target(monkeypatch):
 
 
 def test_generate_with_a_draft_of_the_same_law_up_to_rounding(monkeypatch):
-    """Weights of the head are rounding errors beside its bias, so any hidden state gives nearly the same law."""
+    """Weights of the head are rounding errors beside its bias, so any hidden state gives nearly the same law; often
+    enough no residual is left, which without the guard is an error."""
     target = make_target(vocab_size=VOCABULARY, num_hidden_layers=2)
     target.lm_head = torch.nn.Linear(32, VOCABULARY)
-    torch.nn.init.normal_(target.lm_head.weight, std=3e-8)
+    torch.nn.init.normal_(target.lm_head.weight, std=1e-8)
     draft = make_draft(target, **SMALL_DRAFT)
     torch.nn.init.zeros_(draft.embed_proj[2].weight)
     monkeypatch.setattr(torch, "rand_like", torch.ones_like)  # rejects whatever may be rejected

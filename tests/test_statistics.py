@@ -20,10 +20,6 @@ ROUNDS = LastGeneration(
 )
 
 
-def known_bug(reason: str):
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 @pytest.fixture
 def drafted_ids(monkeypatch):
     """Ids proposed in each round, as the recorder was told."""
@@ -98,7 +94,7 @@ def test_it_is_a_value():
         ROUNDS.path = "other"
 
 
-def test_numbers_of_rigged_calls(target, prompt):
+def test_numbers_of_rigged_calls(prompt):
     target = make_target(seed=2)  # ten distinct tokens
     text = generate(target, prompt)[0]
     draft = make_rigged(target, text, right=2)
@@ -137,16 +133,8 @@ def interrupt(input_ids, scores):
         (ValueError, {"num_assistant_tokens": 9}),
         (ValueError, {"num_beams": 2}),
         (Interrupt, {"logits_processor": [interrupt]}),
-        pytest.param(
-            ValueError,
-            {"assistant_tokenizer": object()},
-            marks=known_bug("calls refused before `speculate` keep the statistics of the call before"),
-        ),
-        pytest.param(
-            ValueError,
-            {"no_such_argument": 1},
-            marks=known_bug("calls refused before `speculate` keep the statistics of the call before"),
-        ),
+        (ValueError, {"assistant_tokenizer": object()}),
+        (ValueError, {"no_such_argument": 1}),
     ],
 )
 def test_a_failing_call_leaves_no_statistics(error, kwargs, target, prompt, draft):
