@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="outputs/quickstart", help="folder of the draft")
     parser.add_argument("--prompts", type=int, default=256, help="training prompts the target answers")
     parser.add_argument("--answer-tokens", type=int, default=80, help="longest training answer")
-    parser.add_argument("--steps", type=int, default=1150, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=900, help="optimizer steps")
     parser.add_argument("--eval-prompts", type=int, default=24, help="prompts on other topics that τ is pooled over")
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens decoded for each of them")
     parser.add_argument("--smoke", action="store_true", help="a tiny random target and tiny numbers")
@@ -87,7 +87,7 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
     config = DominoConfig.from_target(
         target.config,
         tokenizer=tokenizer,
-        block_size=3,
+        block_size=4,
         num_hidden_layers=1,
         target_layer_ids=spread_layer_ids(target.config.num_hidden_layers, 3),
         intermediate_size=target.config.hidden_size * 4 // 3,

@@ -36,13 +36,12 @@ class BorrowedTarget:
         self._multiplier = getattr(text_config, "logit_scale", None) or 1.0  # Cohere
         self._multiplier /= getattr(text_config, "logits_scaling", None) or 1.0  # Granite
         self._softcap = getattr(text_config, "final_logit_softcapping", None)  # Gemma 2 and 3
-        head_parameter = next(self.lm_head.parameters(), None)
-        self._head_dtype = target.dtype if head_parameter is None else head_parameter.dtype
-        self._head_device = target.device if head_parameter is None else head_parameter.device
+        self._embedding_device, _ = _placement(self.embedding, target)
+        self._head_device, self._head_dtype = _placement(self.lm_head, target)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings [..., H] of token ids, as the target's embedding module gives them."""
-        return self.embedding(token_ids)
+        return self.embedding(token_ids.to(self._embedding_device))
 
     def logits(self, hidden_states: Tensor, vocabulary: Tensor | None = None) -> Tensor:
         """
@@ -55,10 +54,7 @@ class BorrowedTarget:
         Returns:
             [..., V] or [..., M].
         """
-        if self._head_dtype.is_floating_point:
-            hidden_states = hidden_states.to(self._head_dtype)
-        if self._head_device.type != "meta":
-            hidden_states = hidden_states.to(self._head_device)
+        hidden_states = hidden_states.to(self._head_device, self._head_dtype)
         logits = self.lm_head(hidden_states) if vocabulary is None else self._rows(hidden_states, vocabulary)
         if self._multiplier != 1.0:
             logits = logits * self._multiplier
@@ -115,6 +111,15 @@ class Taps:
         outputs = [self._outputs[index] for index in range(len(self._layers))]
         self._outputs = {}
         return torch.cat([output.to(outputs[0].device) for output in outputs], dim=-1)
+
+
+def _placement(module: nn.Module, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    """Where a module wants its input and in what float type; an offloaded one (on meta) moves its input itself."""
+    parameter = next(module.parameters(), None)
+    device = target.device if parameter is None else parameter.device
+    is_float = parameter is not None and parameter.dtype.is_floating_point  # quantised weights are not
+    dtype = parameter.dtype if is_float else target.dtype
+    return torch.device("cpu") if device.type == "meta" else device, dtype
 
 
 def find_decoder_layers(target: PreTrainedModel) -> nn.ModuleList:
