@@ -65,11 +65,11 @@ def test_generate_reads_prompts_from_standard_input_and_samples(folders):
     ("options", "words"),
     [
         (["--num-assistant-tokens", "9", "--prompt", "ab"], "proposes 1 to 5 tokens"),
-        (["--draft", "no-such-folder", "--prompt", "ab"], "no-such-folder"),
+        (["--draft", "the target's folder", "--prompt", "ab"], "lacks `shift_label`"),
     ],
 )
 def test_mistakes_give_one_sentence_and_exit_code_two(folders, options, words):
-    result = run(folders, *options)
+    result = run(folders, *(folders[0] if option == "the target's folder" else option for option in options))
     assert result.exit_code == 2
     assert words in result.output and "Traceback" not in result.output
 
