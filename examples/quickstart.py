@@ -106,7 +106,7 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
     rows = [row for batch in in_processes(answer, batches) for row in batch]
     torch.manual_seed(0)
     draft = DominoForSpeculativeDraft(config)
-    torch.nn.init.constant_(draft.norm.weight, 0.1)  # nearly uniform base logits: saves the first hundred steps
+    torch.nn.init.constant_(draft.norm.weight, 0.1)  # start from nearly uniform base logits
     trainer = DominoTrainer(
         model=draft,
         target=target,
