@@ -39,7 +39,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=240, help="training prompts the target answers")
     parser.add_argument("--answer-tokens", type=int, default=64, help="longest training answer")
     parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
-    parser.add_argument("--eval-prompts", type=int, default=24, help="prompts about other things that τ is pooled over")
+    parser.add_argument(
+        "--eval-prompts", type=int, default=24, help="prompts about other things that τ is pooled over"
+    )
     parser.add_argument("--new-tokens", type=int, default=64, help="tokens decoded for each of them")
     parser.add_argument("--smoke", action="store_true", help="a tiny random target and tiny numbers")
     arguments = parser.parse_args()
@@ -121,6 +123,7 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
             num_anchors=32,
             loss_decay_gamma=1.0,
             sampled_softmax=512,
+            loss_chunk_size=512,
             logging_steps=max(1, arguments.steps // 6),
             save_strategy="no",
             report_to=[],

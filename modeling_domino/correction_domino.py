@@ -47,7 +47,7 @@ def gru_step(input_gates: Tensor, state: Tensor, gru_hidden: Tensor) -> Tensor:
     reset_h, update_h, new_h = F.linear(state, gru_hidden).chunk(3, dim=-1)
     reset, update = torch.sigmoid(reset_in + reset_h), torch.sigmoid(update_in + update_h)
     new = torch.tanh(new_in + reset * new_h)
-    return torch.lerp(new, state, update)
+    return new + update * (state - new)
 
 
 def gru_scan(embeds: Tensor, state: Tensor, gru_input: Tensor, gru_hidden: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Embeddings and lm_head are the target's and are passed in; the draft owns neithe
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -140,6 +141,7 @@ class DominoPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["DominoDecoderLayer"]
     _supports_sdpa = True
+    _supports_flex_attn = True
     _supports_flash_attn = True
     _supports_attention_backend = True
 
@@ -226,39 +228,38 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
         context_hidden_states: Tensor,
         prefix_embeds: Tensor,
         position_ids: Tensor,
-        lm_head: Callable[[Tensor], Tensor],
+        lm_head: Callable[[Tensor], Tensor] | None = None,
         attention_mask: dict[str, Tensor | None] | None = None,
-        vocabulary: Tensor | None = None,
-    ) -> DominoOutput:
+        objective: Callable[[Tensor, Tensor, Tensor], Any] | None = None,
+    ) -> Any:
         """
         Teacher-forced pass over whole blocks: the head reads the true tokens (paper section 4.1).
 
         Args:
             noise_embeds, context_hidden_states, position_ids, attention_mask: See `backbone`.
             prefix_embeds: Target embeddings of x_a..x_{a+K-1}, [b, N, K, H].
-            lm_head: The target's head, hidden states [..., H] to logits [..., V].
-            vocabulary: Ids of the M tokens that `lm_head` scores, when it does not score all V; logits are then
-                [b, N, K, M].
+            lm_head: The target's head, hidden states [..., H] to logits [..., V]; not needed with an `objective`.
+            objective: Takes H of the predictions [b, N, K, H], the features a = SiLU(W1 [H ; S]) [b, N, K, R] (zeros
+                where base logits stay as they are) and W2 [V, R], and computes what is wanted of the logits without
+                ever holding them all: final logits are base + W2·a.
 
         Returns:
-            `DominoOutput`.
+            `DominoOutput`, or what `objective` returns.
         """
         hidden_states = self.backbone(noise_embeds, context_hidden_states, position_ids, attention_mask=attention_mask)
         predicting = self.predicting_slots(hidden_states)
-        base_logits = lm_head(predicting)
-        if not self.head_enabled:
-            return DominoOutput(hidden_states, base_logits, base_logits)
-        states, _ = self.prefix_gru(prefix_embeds.flatten(0, 1))
-        states = states.view(*predicting.shape[:3], -1)
         uncorrected = min(self.config.pure_draft_prefix_len, predicting.shape[2])
-        features = torch.cat([predicting, states], dim=-1)[:, :, uncorrected:]
-        if vocabulary is None:
-            correction = self.embed_proj(features)
+        if self.head_enabled:
+            states, _ = self.prefix_gru(prefix_embeds.flatten(0, 1))
+            states = states.view(*predicting.shape[:3], -1)
+            features = self.embed_proj[:2](torch.cat([predicting, states], dim=-1)[:, :, uncorrected:])
+            features = F.pad(features, (0, 0, uncorrected, 0))
         else:
-            correction = F.linear(self.embed_proj[:2](features), _dense(self.embed_proj[2])[vocabulary])
-        corrected = base_logits[:, :, uncorrected:] + correction
-        logits = torch.cat([base_logits[:, :, :uncorrected], corrected], dim=2)
-        return DominoOutput(hidden_states, base_logits, logits)
+            features = predicting.new_zeros(*predicting.shape[:3], self.config.emb_dim)
+        if objective is not None:
+            return objective(predicting, features, _dense(self.embed_proj[2]))
+        base_logits = lm_head(predicting)
+        return DominoOutput(hidden_states, base_logits, base_logits + self.embed_proj[2](features))
 
     def predicting_slots(self, hidden_states: Tensor) -> Tensor:
         """The K slots whose row i predicts x_{a+1+i}: all of them, or all but slot 0 when labels are not shifted."""
@@ -334,7 +335,9 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
                 f"`attn_implementation={self.config._attn_implementation!r}` cannot take a block mask: load the draft "
                 "with `attn_implementation='sdpa'` to train it."
             )
-        if self.config._attn_implementation == "eager":
+        if not isinstance(mask, Tensor):
+            return mask  # flex_attention's BlockMask
+        if self.config._attn_implementation in ("eager", "flex_attention"):  # both add it to the scores
             return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
         return mask
 

@@ -1,20 +1,48 @@
-"""`DominoTrainer`: teacher-forced training of a draft on the Hugging Face Trainer (paper section 4).
+"""`DominoTrainer`: training of a draft on the Hugging Face Trainer (paper section 4).
 
-Each batch runs the frozen target once for the context hidden states, then the draft on blocks drawn from the rows.
+Each batch runs the frozen target once for the context hidden states, then the draft on blocks drawn from the rows:
+teacher forcing (the head reads the true tokens) under the base-anchored curriculum, unless asked otherwise.
 """
 
+import json
+import multiprocessing
+import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from .anchors import Blocks, block_attention_mask, build_blocks, sample_anchors
+from .anchors import (
+    PADDING,
+    Blocks,
+    anchor_generator,
+    block_attention_mask,
+    build_blocks,
+    flex_block_mask,
+    positions_in_documents,
+    sample_anchors,
+)
 from .configuration_domino import DominoConfig
-from .losses import lambda_base, position_weights, sample_vocabulary, two_term_loss
+from .correction_domino import draft_block
+from .losses import TwoTermLoss, lambda_base, position_weights, sample_vocabulary, two_term_loss
 from .target_domino import BorrowedTarget
+
+
+RECIPE_FIELDS = (
+    "num_anchors",
+    "loss_decay_gamma",
+    "lambda_base_start",
+    "lambda_base_decay_ratio",
+    "loss_normalizer",
+    "training_time_test",
+    "train_head",
+    "sampled_softmax",
+)
 
 
 @dataclass
@@ -29,19 +57,37 @@ class DominoTrainingArguments(TrainingArguments):
     loss_decay_gamma: float | None = field(
         default=7.0, metadata={"help": "γ of the weight exp(-i/γ) of a block's i-th prediction; None turns it off."}
     )
-    lambda_base_start: float = field(default=1.0, metadata={"help": "λ, weight of the base loss, at step 0."})
+    lambda_base_start: float = field(
+        default=1.0, metadata={"help": "λ, weight of the base loss, at step 0; 0 trains without curriculum."}
+    )
     lambda_base_decay_ratio: float = field(
         default=1.0, metadata={"help": "Share of all steps over which λ falls to 0; 1.0 in every published recipe."}
     )
-
+    loss_normalizer: str = field(
+        default="step",
+        metadata={
+            "help": "What weighted losses are divided by: the weights of the whole optimizer `step`, or of each "
+            "`forward` pass (as the author does), whose means are then averaged."
+        },
+    )
+    loss_chunk_size: int = field(default=64, metadata={"help": "Positions whose logits are alive at once."})
     sampled_softmax: int | None = field(
         default=None,
         metadata={"help": "Tokens drawn beside the labels to estimate the softmax over; None: the full vocabulary."},
     )
+    training_time_test: bool = field(
+        default=False, metadata={"help": "The head reads tokens the draft chose itself, not the true ones (TTT)."}
+    )
+    train_head: bool = field(default=True, metadata={"help": "False trains the backbone alone: a DFlash-style draft."})
+    eval_generate_rows: int = field(
+        default=0,
+        metadata={"help": "Evaluation rows decoded by generate() for `eval_tau`, with and without the head."},
+    )
+    eval_generate_tokens: int = field(default=64, metadata={"help": "New tokens of each of them."})
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("num_anchors", "sampled_softmax"):
+        for name in ("num_anchors", "sampled_softmax", "loss_chunk_size", "eval_generate_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}, expected at least 1.")
         if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:
@@ -52,6 +98,13 @@ class DominoTrainingArguments(TrainingArguments):
             raise ValueError(f"`lambda_base_start` is {self.lambda_base_start}, expected a value in [0, 1].")
         if not 0 < self.lambda_base_decay_ratio <= 1:
             raise ValueError(f"`lambda_base_decay_ratio` is {self.lambda_base_decay_ratio}, expected one in (0, 1].")
+        if self.loss_normalizer not in ("step", "forward"):
+            raise ValueError(f"`loss_normalizer` is {self.loss_normalizer!r}, expected 'step' or 'forward'.")
+        if self.push_to_hub:
+            raise ValueError(
+                "`push_to_hub` is True, but the Trainer would upload a repository without code and card that work for "
+                "others: train with `push_to_hub=False` and upload the finished draft with hub_upload."
+            )
 
 
 class BlockCollator:
@@ -69,34 +122,43 @@ class BlockCollator:
         self.num_predictions = config.max_draft_tokens
         self.num_anchors = num_anchors
         self.weights = position_weights(self.num_predictions, loss_decay_gamma)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self._epoch = multiprocessing.Value("q", 0)  # shared with the workers of a DataLoader
+
+    def set_epoch(self, epoch: int) -> None:
+        """Anchors are drawn anew in every epoch."""
+        self._epoch.value = epoch
 
     def __call__(self, rows: list[dict]) -> dict[str, Tensor]:
         """
         Args:
-            rows: With `input_ids` and `loss_mask` (1 on supervised tokens), [S] each, and optionally the
-                `context_hidden_states` that the target gave for them, [S - 1 or S, taps · H].
+            rows: With `input_ids` and `loss_mask` (1 on supervised tokens), [S] each; with `document_ids`, [S], where
+                several documents share a row; optionally with `id`, and with the `context_hidden_states` that the
+                target gave for them, [S - 1 or S, taps · H].
 
         Returns:
-            `input_ids` and `attention_mask`, [b, S], the fields of `Blocks`, and `context_hidden_states` if given.
-
-        Raises:
-            ValueError: No row of the batch has two consecutive supervised tokens.
+            `input_ids` and `document_ids`, [b, S], the fields of `Blocks`, `ids`, and `context_hidden_states` if given.
+            A batch without a single eligible anchor has blocks of weight 0.
         """
 
-        def pad(values: list) -> Tensor:
-            return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(value) for value in values], batch_first=True)
+        def pad(values: list, value: int = 0) -> Tensor:
+            return pad_sequence([torch.as_tensor(v) for v in values], batch_first=True, padding_value=value)
 
         input_ids, loss_mask = pad([row["input_ids"] for row in rows]), pad([row["loss_mask"] for row in rows])
-        attention_mask = pad([[1] * len(row["input_ids"]) for row in rows])
-        anchors = [sample_anchors(mask, self.num_anchors, self.generator) for mask in loss_mask]
-        if not any(len(row) for row in anchors):
-            raise ValueError(
-                "No row of this batch has two consecutive supervised tokens after its first one: check that "
-                "`loss_mask` is 1 on the answers, and drop rows without an answer."
+        documents = [row.get("document_ids", [0] * len(row["input_ids"])) for row in rows]
+        document_ids = pad(documents, PADDING)
+        anchors = [
+            sample_anchors(
+                torch.as_tensor(row["loss_mask"]),
+                self.num_anchors,
+                anchor_generator(self.seed, self._epoch.value, row["input_ids"]),
+                torch.as_tensor(document),
             )
-        blocks = build_blocks(input_ids, loss_mask, anchors, self.num_predictions, self.weights)
-        batch = {"input_ids": input_ids, "attention_mask": attention_mask, **vars(blocks)}
+            for row, document in zip(rows, documents, strict=True)
+        ]
+        blocks = build_blocks(input_ids, loss_mask, anchors, self.num_predictions, self.weights, document_ids)
+        batch = {"input_ids": input_ids, "document_ids": document_ids, **vars(blocks)}
+        batch["ids"] = [str(row.get("id", "without id")) for row in rows]
         if "context_hidden_states" in rows[0]:
             batch["context_hidden_states"] = pad([row["context_hidden_states"] for row in rows])
         return batch
@@ -108,22 +170,30 @@ class DominoTrainer(Trainer):
 
     Args:
         model: The `DominoForSpeculativeDraft`.
-        target: The model it drafts for. It is frozen (`requires_grad_(False)`) and moved to the training device.
+        target: The model it drafts for. It is frozen (`requires_grad_(False)`), moved to the training device, and
+            never saved.
         args: `DominoTrainingArguments`.
-        kwargs: As for `Trainer`; rows of the datasets have `input_ids` and `loss_mask`, and may bring
-            `context_hidden_states` (see data.py), which spares running the target.
+        kwargs: As for `Trainer`; see `BlockCollator` for the rows of the datasets.
     """
 
     def __init__(self, model, target: PreTrainedModel, args: DominoTrainingArguments, **kwargs):
-        collator = BlockCollator(model.config, args.num_anchors, args.loss_decay_gamma, args.seed)
-        super().__init__(model=model, args=args, data_collator=kwargs.pop("data_collator", collator), **kwargs)
-        self.loss_is_scaled_for_ga = True  # by the weight sum of the whole optimizer step
+        options = (model.config, args.num_anchors, args.loss_decay_gamma, args.seed)
+        collator = kwargs.pop("data_collator", None) or BlockCollator(*options)
+        if not args.train_head:
+            model.head_enabled = False
+            for name, parameter in model.named_parameters():
+                if name.startswith(("prefix_gru.", "embed_proj.")):
+                    parameter.requires_grad_(False)
+        super().__init__(model=model, args=args, data_collator=collator, **kwargs)
+        self.eval_collator = BlockCollator(*options)  # the same anchors at every evaluation
+        self.loss_is_scaled_for_ga = True  # by the weights of the whole optimizer step
         self.target = target.eval().requires_grad_(False)
         if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
         self.borrowed = BorrowedTarget(target)
+        self.add_callback(_NewAnchorsEachEpoch(collator))
         self._vocabulary_generator = torch.Generator().manual_seed(args.seed)
-        self._losses = {True: [], False: []}  # by whether they come from training
+        self._sums: dict[bool, _Sums] = {True: _Sums(), False: _Sums()}  # by whether they come from training
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """The batches of one optimizer step and the sum of their loss weights, over all processes."""
@@ -131,46 +201,67 @@ class DominoTrainer(Trainer):
         if not batches:
             return batches, None
         total = sum(batch["weights"].sum() for batch in batches).to(device)
-        return batches, self.accelerator.gather(total).sum()
+        total = self.accelerator.gather(total[None]).sum()
+        return batches, torch.where(total > 0, total, 1.0)
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """Batches of the evaluation set, whose anchors do not change from one evaluation to the next."""
+        training, self.data_collator = self.data_collator, self.eval_collator
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = training
 
     def compute_loss(self, model, inputs: dict, return_outputs: bool = False, num_items_in_batch=None):
-        """The two-term loss of one micro-batch, divided by the weight sum of its optimizer step."""
-        input_ids, attention_mask = inputs["input_ids"], inputs["attention_mask"]
+        """
+        The two-term loss of one micro-batch, divided by the weight sum of its optimizer step (or its own).
+
+        Raises:
+            FloatingPointError: The loss is not finite; nothing has been written to the weights yet.
+        """
         blocks = Blocks(**{name: inputs[name] for name in ("anchors", "prefix_ids", "labels", "weights")})
-        config = self._draft.config
+        draft = self._draft
         context = inputs.get("context_hidden_states")
         if context is None:
-            context = self._context_hidden_states(input_ids, attention_mask)
-        context_mask = attention_mask[:, : context.shape[1]]
-        noise_ids = torch.full(
-            (*blocks.anchors.shape, config.block_size), config.mask_token_id, device=input_ids.device
+            context = self._context_hidden_states(inputs["input_ids"], inputs["document_ids"])
+        document_ids = inputs["document_ids"][:, : context.shape[1]]
+        noise_ids = blocks.anchors.new_full(
+            (*blocks.anchors.shape, draft.config.block_size), draft.config.mask_token_id
         )
         noise_ids[..., 0] = blocks.prefix_ids[..., 0]
-        labels, lm_head, vocabulary, offset = blocks.labels, self.borrowed.logits, None, 0.0
-        if self.args.sampled_softmax is not None and model.training:
-            vocabulary, offset = sample_vocabulary(
-                labels, config.vocab_size, self.args.sampled_softmax, self._vocabulary_generator
-            )
-            labels = torch.searchsorted(vocabulary, labels)
-            lm_head = partial(self.borrowed.logits, vocabulary=vocabulary)
-        outputs = model(
+        run = partial(
+            model,
             noise_embeds=self._embed(noise_ids),
-            context_hidden_states=context.to(self._draft.dtype),
-            prefix_embeds=self._embed(blocks.prefix_ids),
-            position_ids=self._positions(blocks.anchors, context.shape[1], config.block_size),
-            lm_head=lm_head,
-            vocabulary=vocabulary,
-            attention_mask=self._masks(blocks.anchors, context_mask, config),
+            context_hidden_states=context.to(draft.dtype),
+            position_ids=self._positions(blocks.anchors, document_ids, draft.config.block_size),
+            attention_mask=self._masks(blocks.anchors, document_ids, draft.config),
         )
-        normalizer = num_items_in_batch if num_items_in_batch is not None else blocks.weights.sum()
-        loss, base_loss, final_loss = two_term_loss(
-            outputs.base_logits + offset, outputs.logits + offset, labels, blocks.weights, self.lambda_base, normalizer
+        prefix_ids = blocks.prefix_ids
+        if self.args.training_time_test and model.training:
+            with torch.no_grad():
+                chosen = run(prefix_embeds=self._embed(prefix_ids), objective=partial(self._own_tokens, blocks))
+            prefix_ids = torch.cat([prefix_ids[..., :1], chosen[..., :-1]], dim=-1)
+        normalizer = num_items_in_batch
+        if normalizer is None or self.args.loss_normalizer == "forward":
+            total = blocks.weights.sum()
+            normalizer = torch.where(total > 0, total, 1.0)
+        losses = run(
+            prefix_embeds=self._embed(prefix_ids),
+            objective=partial(self._losses, blocks, normalizer, sampled=model.training),
         )
+        if not torch.isfinite(losses.loss):
+            raise FloatingPointError(
+                f"The loss is {losses.loss.item()} at step {self.state.global_step}, in the batch of rows "
+                f"{inputs['ids']}: look at these rows, lower `learning_rate`, or resume from the last checkpoint."
+            )
+        self._sums[model.training].add(losses, blocks.weights, normalizer)
+        loss = losses.loss
         if num_items_in_batch is not None:
-            loss = loss * self.accelerator.num_processes  # DDP averages gradients over processes
-        share = blocks.weights.sum() / normalizer
-        self._losses[model.training].append(torch.stack([base_loss, final_loss, share]).detach())
-        return (loss, outputs) if return_outputs else loss
+            if self.args.loss_normalizer == "step":
+                loss = loss * self.accelerator.num_processes  # DDP averages gradients over processes
+            else:
+                loss = loss / self.current_gradient_accumulation_steps
+        return (loss, losses) if return_outputs else loss
 
     def prediction_step(self, model, inputs: dict, prediction_loss_only: bool, ignore_keys=None):
         """Evaluation loss of one batch; a draft has no labels of its own to return."""
@@ -178,14 +269,37 @@ class DominoTrainer(Trainer):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
         return loss, None, None
 
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """
+        The Trainer's metrics, those of `log`, and with `eval_generate_rows` what generate() decodes: `eval_tau` and
+        `eval_tau_head_off`, tokens per round pooled over all rounds, bonus token included, greedily.
+        """
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        rows = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.args.eval_generate_rows and not isinstance(rows, dict):
+            rows = [rows[i] for i in range(min(self.args.eval_generate_rows, len(rows)))]
+            decoded = {f"{metric_key_prefix}_tau": self._decoded_tau(rows)}
+            with self._draft.head_disabled():
+                decoded[f"{metric_key_prefix}_tau_head_off"] = self._decoded_tau(rows)
+            self.log(dict(decoded))
+            metrics |= decoded
+        return metrics
+
     def log(self, logs: dict, *args, **kwargs) -> None:
-        """Adds `lambda_base` and both terms of the loss (with `eval_` before them in evaluation)."""
+        """
+        Adds λ, both terms of the loss, accuracy and acceptance length of both heads, acceptance of each position given
+        that those before it were accepted, and predictions per second (with `eval_` before them in evaluation).
+
+        `accept_len` is the mean over blocks of 1 + the leading run of right tokens, under teacher forcing: what a block
+        from a random anchor would gain. It is not τ, which only generate() gives.
+        """
         training = "loss" in logs
-        prefix = "" if training else "eval_"
-        if (training or "eval_loss" in logs) and self._losses[training]:
-            base_loss, final_loss, share = torch.stack(self._losses[training]).sum(dim=0).tolist()
-            logs[f"{prefix}base_loss"], logs[f"{prefix}final_loss"] = base_loss / share, final_loss / share
-            self._losses[training].clear()
+        if training or "eval_loss" in logs:
+            prefix = "" if training else "eval_"
+            measured = self._sums[training].take(self.accelerator)
+            if not training:
+                measured.pop("predictions_per_second", None)
+            logs |= {prefix + name: value for name, value in measured.items()}
         if training:
             logs["lambda_base"] = self.lambda_base
         super().log(logs, *args, **kwargs)
@@ -200,32 +314,163 @@ class DominoTrainer(Trainer):
             self.args.lambda_base_decay_ratio,
         )
 
+    def _save(self, output_dir: str | None = None, state_dict=None) -> None:
+        super()._save(output_dir, state_dict)
+        recipe = {name: getattr(self.args, name) for name in RECIPE_FIELDS}
+        recipe["target"] = self.target.config.name_or_path
+        path = Path(output_dir or self.args.output_dir) / "training_recipe.json"
+        path.write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+
     @property
     def _draft(self):
         return self.accelerator.unwrap_model(self.model)
 
-    def _context_hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def _losses(self, blocks: Blocks, normalizer, hidden_states, features, w2, *, sampled: bool) -> TwoTermLoss:
+        """What the draft's forward pass computes of its logits; everything flat over the positions of all blocks."""
+        labels, lm_head, offset = blocks.labels.flatten(), self.borrowed.logits, None
+        if self.args.sampled_softmax is not None and sampled:
+            vocabulary, offset = sample_vocabulary(
+                labels, len(w2), self.args.sampled_softmax, self._vocabulary_generator
+            )
+            labels, w2 = torch.searchsorted(vocabulary, labels), w2[vocabulary]
+            lm_head = partial(self.borrowed.logits, vocabulary=vocabulary)
+        return two_term_loss(
+            hidden_states.flatten(0, 2),
+            features.flatten(0, 2),
+            w2,
+            lm_head,
+            labels,
+            blocks.weights.flatten(),
+            self.lambda_base,
+            normalizer,
+            offset=offset,
+            chunk_size=self.args.loss_chunk_size,
+        )
+
+    def _own_tokens(self, blocks: Blocks, hidden_states, features, w2) -> Tensor:
+        """What the draft itself would propose in each block, greedily, [b, N, K]."""
+        draft = self._draft
+        head, flat = draft.head_weights(), hidden_states.flatten(0, 1)
+        chosen = []
+        rows, anchors = self.args.loss_chunk_size, blocks.prefix_ids[..., 0].flatten()
+        for states, anchor_ids in zip(flat.split(rows), anchors.split(rows), strict=True):
+            chosen.append(
+                draft_block(
+                    head,
+                    states.to(head.w2.dtype),
+                    self.borrowed.logits(states).to(states.device),
+                    anchor_ids,
+                    prefix_len=draft.config.pure_draft_prefix_len,
+                    embed=self._embed,
+                    choose=lambda i, logits: (logits.argmax(dim=-1), False),
+                )
+            )
+        return torch.cat(chosen).view(blocks.labels.shape)
+
+    def _decoded_tau(self, rows: list[dict]) -> float:
+        draft, was_training = self._draft, self.model.training
+        draft.eval()
+        tokens = rounds = 0
+        for row in rows:
+            prompt = torch.as_tensor(row["input_ids"][: list(row["loss_mask"]).index(1)], device=self.target.device)
+            self.target.generate(
+                prompt[None],
+                attention_mask=torch.ones_like(prompt)[None],
+                assistant_model=draft,
+                max_new_tokens=self.args.eval_generate_tokens,
+                do_sample=False,
+            )
+            stats = draft.last_generation
+            tokens, rounds = tokens + sum(stats.tokens_per_round), rounds + stats.rounds
+        draft.train(was_training)
+        return tokens / max(rounds, 1)
+
+    def _context_hidden_states(self, input_ids: Tensor, document_ids: Tensor) -> Tensor:
         with torch.no_grad(), self.borrowed.tap(self._draft.config.target_layer_ids) as taps:
+            if bool((document_ids > 0).any()):
+                # Positions that start again tell transformers' masks where documents begin.
+                where = {"position_ids": positions_in_documents(document_ids)}
+            else:
+                where = {"attention_mask": (document_ids != PADDING).long()}
             # The decoder alone: its logits would be thrown away.
-            self.target.get_decoder()(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            self.target.get_decoder()(input_ids=input_ids, use_cache=False, **where)
             return taps.take().to(input_ids.device)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.borrowed.embed(token_ids).to(self._draft.dtype)
+            return self.borrowed.embed(token_ids).to(token_ids.device, self._draft.dtype)
 
     @staticmethod
-    def _positions(anchors: Tensor, context_rows: int, block_size: int) -> Tensor:
-        context = torch.arange(context_rows, device=anchors.device).expand(len(anchors), -1)
-        slots = anchors[..., None] + torch.arange(block_size, device=anchors.device)
+    def _positions(anchors: Tensor, document_ids: Tensor, block_size: int) -> Tensor:
+        context = positions_in_documents(document_ids)
+        # An anchor lies one after the context row before it, which has its document.
+        first = context.gather(1, (anchors - 1).clamp(min=0)) + (anchors > 0)
+        slots = first[..., None] + torch.arange(block_size, device=anchors.device)
         return torch.cat([context, slots.flatten(1)], dim=1)
 
     @staticmethod
-    def _masks(anchors: Tensor, attention_mask: Tensor, config: DominoConfig) -> dict[str, Tensor]:
+    def _masks(anchors: Tensor, document_ids: Tensor, config: DominoConfig) -> dict:
         windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+        build = flex_block_mask if config._attn_implementation == "flex_attention" else block_attention_mask
         return {
-            kind: block_attention_mask(anchors, attention_mask, config.block_size, windows[kind])
-            for kind in set(config.layer_types)
+            kind: build(anchors, document_ids, config.block_size, windows[kind]) for kind in set(config.layer_types)
+        }
+
+
+class _NewAnchorsEachEpoch(TrainerCallback):
+    def __init__(self, collator):
+        self.collator = collator
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if isinstance(self.collator, BlockCollator):
+            self.collator.set_epoch(int(state.epoch or 0))
+
+
+class _Sums:
+    """What is logged, summed over micro-batches as it comes and over processes when it is taken."""
+
+    def __init__(self):
+        self._tensors: list[Tensor] = []
+        self._since = time.perf_counter()
+
+    def add(self, losses: TwoTermLoss, weights: Tensor, normalizer: Tensor) -> None:
+        valid = (weights > 0).flatten(0, 1)  # [blocks, K]
+        runs = []
+        for correct in (losses.base_correct, losses.final_correct):
+            runs.append((correct.view_as(valid) & valid).long().cumprod(dim=1))
+        reached = torch.cat([valid[:, :1], runs[1][:, :-1].bool() & valid[:, 1:]], dim=1)
+        scalars = [
+            losses.base_loss.detach() * normalizer,
+            losses.final_loss.detach() * normalizer,
+            weights.sum(),
+            valid.sum(),
+            valid[:, 0].sum(),
+            losses.base_correct.sum(),
+            losses.final_correct.sum(),
+            runs[0].sum(),
+            runs[1].sum(),
+        ]
+        scalars = torch.stack([value.double() for value in scalars])
+        self._tensors.append(torch.cat([scalars, reached.sum(0), runs[1].sum(0)]))
+
+    def take(self, accelerator) -> dict[str, float]:
+        seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
+        if not self._tensors:
+            return {}
+        sums, self._tensors = torch.stack(self._tensors).sum(0), []
+        sums = accelerator.gather(sums[None]).sum(0).tolist()
+        base, final, weight, valid, blocks, base_correct, correct, base_run, run = sums[:9]
+        positions = len(sums[9:]) // 2
+        reached, accepted = sums[9 : 9 + positions], sums[9 + positions :]
+        return {
+            "base_loss": base / max(weight, 1e-9),
+            "final_loss": final / max(weight, 1e-9),
+            "base_accuracy": base_correct / max(valid, 1),
+            "accuracy": correct / max(valid, 1),
+            "base_accept_len": 1 + base_run / max(blocks, 1),
+            "accept_len": 1 + run / max(blocks, 1),
+            "predictions_per_second": valid / seconds,
+            **{f"acceptance_{i + 1}": a / r for i, (a, r) in enumerate(zip(accepted, reached, strict=True)) if r},
         }
 
 

@@ -1,5 +1,6 @@
-"""Training: geometry and losses in integers, curriculum end points, and a real Trainer that teaches a draft its target."""
+"""A real Trainer teaches a draft its target: options, curriculum, invariances, what is logged and what is saved."""
 
+import json
 import math
 
 import pytest
@@ -7,9 +8,7 @@ import torch
 from conftest import MASK, make_draft, make_target, make_tokenizer
 
 from modeling_domino import DominoForSpeculativeDraft, DominoTrainer, DominoTrainingArguments
-from modeling_domino.anchors import block_attention_mask, build_blocks, sample_anchors
 from modeling_domino.data import regenerate
-from modeling_domino.losses import lambda_base, position_weights, sample_vocabulary, two_term_loss
 from modeling_domino.training import BlockCollator
 
 
@@ -26,87 +25,6 @@ def arguments(tmp_path, **overrides) -> DominoTrainingArguments:
     return DominoTrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, **{**small, "per_device_train_batch_size": 2, **overrides}
     )
-
-
-def test_anchors_have_a_supervised_token_and_a_supervised_next_one():
-    loss_mask = torch.tensor([1, 1, 0, 1, 1, 1, 0, 1])
-    generator = torch.Generator().manual_seed(0)
-    assert sample_anchors(loss_mask, 99, generator).tolist() == [3, 4]  # 0 has no context before it
-    drawn = {tuple(sample_anchors(loss_mask, 1, generator).tolist()) for _ in range(20)}
-    assert drawn == {(3,), (4,)}
-
-
-def test_blocks_in_integers():
-    input_ids = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 0, 0]])
-    loss_mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 0, 0]])
-    anchors = [torch.tensor([2, 4]), torch.tensor([1])]
-    blocks = build_blocks(input_ids, loss_mask, anchors, 3, torch.tensor([4.0, 2.0, 1.0]))
-    assert blocks.anchors.tolist() == [[2, 4], [1, 0]]
-    assert blocks.prefix_ids[0].tolist() == [[12, 13, 14], [14, 15, 15]]
-    assert blocks.labels[0, 0].tolist() == [13, 14, 15] and blocks.labels[0, 1, 0] == 15
-    # The last block of row 0 runs out of the row, that of row 1 into padding; the second of row 1 does not exist.
-    assert blocks.weights.tolist() == [[[4, 2, 1], [4, 0, 0]], [[4, 2, 0], [0, 0, 0]]]
-
-
-def test_blocks_see_context_strictly_before_their_anchor_and_only_themselves():
-    mask = block_attention_mask(torch.tensor([[2, 3]]), torch.tensor([[0, 1, 1, 1]]), 2)[0, 0].int().tolist()
-    assert mask == [[0, 1, 0, 0, 1, 1, 0, 0]] * 2 + [[0, 1, 1, 0, 0, 0, 1, 1]] * 2
-
-
-def test_future_tokens_do_not_reach_a_block():
-    """Changing everything after the anchor changes no logits but through the head's own teacher-forced prefix."""
-    draft = make_draft(make_target(), pure_draft_prefix_len=4)
-    context, noise = torch.randn(1, 9, 64), torch.randn(1, 1, 5, 32)
-    changed = context.clone()
-    changed[:, 4:] += 1.0
-    mask = {"full_attention": block_attention_mask(torch.tensor([[4]]), torch.ones(1, 9), 5)}
-    positions = torch.cat([torch.arange(9), 4 + torch.arange(5)])[None]
-    with torch.no_grad():
-        first, second = (draft.backbone(noise, c, positions, attention_mask=mask) for c in (context, changed))
-    assert torch.equal(first, second)
-
-
-def test_position_weights_are_the_published_ones():
-    expected = [1, 0.867, 0.751, 0.651, 0.565, 0.490, 0.424, 0.368]
-    assert position_weights(16, 7.0)[:8].tolist() == pytest.approx(expected, abs=5e-4)
-    assert position_weights(3, None).tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("step", "ratio", "expected"), [(0, 1.0, 1.0), (50, 1.0, 0.5), (100, 1.0, 0.0), (25, 0.5, 0.5), (50, 0.5, 0.0)]
-)
-def test_curriculum_falls_linearly_over_its_share_of_the_steps(step, ratio, expected):
-    assert lambda_base(step, 100, 1.0, ratio) == expected
-
-
-def test_two_term_loss_is_the_weighted_mean_of_both_cross_entropies():
-    torch.manual_seed(0)
-    base, final, labels = torch.randn(1, 2, 3, 7), torch.randn(1, 2, 3, 7), torch.randint(0, 7, (1, 2, 3))
-    weights = torch.tensor([[[1.0, 0.5, 0.0], [1.0, 0.0, 0.0]]])
-    loss, base_loss, final_loss = two_term_loss(base, final, labels, weights, 0.25, weights.sum())
-
-    def by_hand(scores):
-        picked = scores.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
-        return float(-(picked * weights).sum() / 2.5)
-
-    assert float(base_loss) == pytest.approx(by_hand(base)) and float(final_loss) == pytest.approx(by_hand(final))
-    assert float(loss) == pytest.approx(0.75 * by_hand(final) + 0.25 * by_hand(base))
-
-
-def test_sampled_softmax_estimates_the_full_one():
-    torch.manual_seed(0)
-    labels, scores = torch.tensor([[5, 9], [5, 700]]), torch.randn(4, 1000)
-    full = scores.logsumexp(-1)
-    generator, estimates = torch.Generator().manual_seed(0), []
-    for _ in range(200):
-        ids, offset = sample_vocabulary(labels, 1000, 100, generator)
-        assert ids.tolist() == sorted(set(ids.tolist())) and {5, 9, 700} <= set(ids.tolist()) and len(ids) == 103
-        assert offset.unique().tolist() == pytest.approx([0.0, math.log(997 / 100)])
-        estimates.append((scores[:, ids] + offset).exp().sum(-1))
-    # Unbiased in the partition function; 200 draws of 100 of 997 terms leave about 1 %.
-    assert torch.stack(estimates).mean(0).log().tolist() == pytest.approx(full.tolist(), abs=0.03)
-    ids, offset = sample_vocabulary(labels, 1000, 5000, generator)
-    assert ids.tolist() == list(range(1000)) and offset.abs().max() == 0
 
 
 def test_head_has_no_gradient_at_lambda_one_and_one_as_it_falls(tmp_path):
@@ -204,16 +122,240 @@ def test_evaluation_logs_both_terms_and_checkpoints_hold_the_draft_alone(tmp_pat
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in draft.state_dict().items())
 
 
-def test_rows_without_supervised_pairs_are_refused_in_words(tmp_path):
-    collator = BlockCollator(make_draft(make_target()).config, 4, None, 0)
-    with pytest.raises(ValueError, match="two consecutive supervised tokens"):
-        collator([{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1]}])
+def test_a_batch_without_any_anchor_weighs_nothing_and_trains_nothing(tmp_path):
+    """No process raises alone: the others would wait for it in the next collective operation."""
+    target = make_target()
+    draft = make_draft(target)
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    bad = [{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1]}] * 4
+    trainer = DominoTrainer(draft, target, arguments(tmp_path, max_steps=2), train_dataset=bad)
+    trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
+    assert trainer.state.log_history[-1]["train_loss"] == 0
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("num_anchors", 0), ("loss_decay_gamma", 0.0), ("lambda_base_start", 1.5), ("lambda_base_decay_ratio", 0.0)],
+    [
+        ("num_anchors", 0),
+        ("loss_chunk_size", 0),
+        ("loss_normalizer", "'batch'"),
+        ("loss_decay_gamma", 0.0),
+        ("lambda_base_start", 1.5),
+        ("lambda_base_decay_ratio", 0.0),
+    ],
 )
 def test_bad_training_arguments_are_refused_with_name_and_value(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"`{name}` is {value}"):
-        arguments(tmp_path, **{name: value})
+        arguments(tmp_path, **{name: value.strip("'") if isinstance(value, str) else value})
+
+
+def losses_of(trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_resumed_run_gives_the_losses_and_weights_of_an_uninterrupted_one(tmp_path):
+    def run(folder, resume=None, **overrides):
+        target = make_target()
+        options = {"max_steps": 8, "num_anchors": 3, "logging_steps": 1, "save_strategy": "steps", "save_steps": 4}
+        args = arguments(folder, **options, logging_first_step=True, **overrides)
+        trainer = DominoTrainer(make_draft(target), target, args, train_dataset=rows(6))
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer
+
+    whole = run(tmp_path / "whole")
+    resumed = run(tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-4"))
+    assert losses_of(resumed) == losses_of(whole)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert len(set(losses_of(whole))) == 8
+
+
+def test_anchors_are_drawn_anew_each_epoch_and_not_in_evaluation(tmp_path):
+    target = make_target()
+    seen = {"train": [], "eval": []}
+
+    class Spy(DominoTrainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen["train" if model.training else "eval"].append(inputs["anchors"].tolist())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=3, num_anchors=2, eval_strategy="epoch")
+    row = rows(1, 30)
+    Spy(make_draft(target), target, args, train_dataset=row, eval_dataset=row).train()
+    assert len({str(anchors) for anchors in seen["train"]}) == 3
+    assert len({str(anchors) for anchors in seen["eval"]}) == 1 and len(seen["eval"]) == 3
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_forward_normaliser_averages_the_means_of_forward_passes(tmp_path, accumulation):
+    """The author's rule: a short row weighs as much as a long one."""
+    target = make_target()
+    data = [*rows(1, 30), {"input_ids": [4, 5, 6, 7, 8, 9, 3], "loss_mask": [0] * 5 + [1] * 2}]
+    wanted = {}
+    for normalizer in ("step", "forward"):
+        args = arguments(
+            tmp_path,
+            per_device_train_batch_size=2 // accumulation,
+            gradient_accumulation_steps=accumulation,
+            num_anchors=99,
+            max_steps=1,
+            loss_normalizer=normalizer,
+            logging_steps=1,
+        )
+        trainer = DominoTrainer(make_draft(target), target, args, train_dataset=data)
+        trainer.train()
+        wanted[normalizer] = losses_of(trainer)[0]
+    same = wanted["step"] == pytest.approx(wanted["forward"], rel=1e-5)
+    assert same == (accumulation == 1)
+
+
+def test_backbone_alone_trains_a_draft_without_touching_the_head(tmp_path):
+    target = make_target()
+    draft = make_draft(target)
+    head = {name: value.clone() for name, value in draft.state_dict().items() if name.startswith(("prefix", "embed"))}
+    fc = draft.fc.weight.detach().clone()
+    trainer = DominoTrainer(
+        draft, target, arguments(tmp_path, train_head=False, logging_steps=4), train_dataset=rows()
+    )
+    trainer.train()
+    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in head.items())
+    assert not torch.equal(fc, draft.fc.weight)
+    logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+    assert logged["base_loss"] == pytest.approx(logged["final_loss"])
+
+
+def test_training_time_test_feeds_the_head_what_the_draft_chose(tmp_path):
+    """With a draft that is always wrong after the anchor, the head never sees a true token but the anchor."""
+    target = make_target()
+    draft = make_draft(target)
+    args = arguments(tmp_path, training_time_test=True, lambda_base_start=0.0)
+    trainer = DominoTrainer(draft, target, args, train_dataset=rows())
+    trainer.state.max_steps = 4
+    seen = []
+    hook = draft.prefix_gru.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    batch = trainer.data_collator(rows(2))
+    draft.train()
+    trainer.compute_loss(draft, batch)
+    hook.remove()
+    true, chosen = seen  # the first pass finds out what the draft chooses
+    embeddings = target.get_input_embeddings().weight
+    ids = (chosen[..., None, :] - embeddings).abs().sum(-1).argmin(-1).view(batch["prefix_ids"].shape)
+    assert torch.equal(ids[..., 0], batch["prefix_ids"][..., 0])
+    assert not torch.equal(true, chosen)
+    assert torch.equal(ids, own_prefixes(trainer, draft, batch))
+
+
+def own_prefixes(trainer, draft, batch):
+    """By the drafting loop of decoding, one block at a time."""
+    from modeling_domino.correction_domino import draft_block
+
+    result = batch["prefix_ids"].clone()
+    context = trainer._context_hidden_states(batch["input_ids"], batch["document_ids"])
+    for b, row in enumerate(batch["anchors"]):
+        for n, anchor in enumerate(row.tolist()):
+            noise = torch.full((1, 1, draft.config.block_size), MASK)
+            noise[..., 0] = batch["prefix_ids"][b, n, 0]
+            positions = torch.cat([torch.arange(anchor), anchor + torch.arange(draft.config.block_size)])[None]
+            with torch.no_grad():
+                hidden = draft.backbone(trainer._embed(noise), context[b : b + 1, :anchor], positions)
+                chosen = draft_block(
+                    draft.head_weights(),
+                    draft.predicting_slots(hidden)[:, 0],
+                    trainer.borrowed.logits(draft.predicting_slots(hidden)[:, 0]),
+                    noise[0, 0, :1],
+                    prefix_len=draft.config.pure_draft_prefix_len,
+                    embed=trainer._embed,
+                    choose=lambda i, logits: (logits.argmax(-1), False),
+                )
+            result[b, n, 1:] = chosen[0, :-1]
+    return result
+
+
+def test_packed_documents_train_exactly_as_rows_of_their_own(tmp_path):
+    target = make_target()
+    draft = make_draft(target)
+    apart = rows(2, 20)
+    packed = {
+        "input_ids": apart[0]["input_ids"] + apart[1]["input_ids"],
+        "loss_mask": apart[0]["loss_mask"] + apart[1]["loss_mask"],
+        "document_ids": [0] * len(apart[0]["input_ids"]) + [1] * len(apart[1]["input_ids"]),
+    }
+    trainer = DominoTrainer(draft, target, arguments(tmp_path), train_dataset=apart)
+    trainer.state.max_steps = 2
+    trainer.state.global_step = 1
+    gradients = []
+    for batch in (apart, [packed]):
+        draft.zero_grad()
+        trainer.compute_loss(draft, BlockCollator(draft.config, 99, 7.0, 0)(batch)).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in draft.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-3, msg=name)
+
+
+def test_a_draft_that_fits_four_texts_is_accepted_whole_and_the_best_checkpoint_is_that_of_tau(tmp_path):
+    """τ = K + 1 with the head on; evaluation decodes with generate(), and its τ chooses the checkpoint."""
+    target = make_target(seed=6)
+    torch.manual_seed(7)
+    data = []
+    for _ in range(4):
+        text = target.generate(torch.randint(3, MASK, (1, 6)), max_new_tokens=25, do_sample=False)[0].tolist()
+        data.append({"input_ids": text, "loss_mask": [0] * 6 + [1] * 25})
+    torch.manual_seed(1)
+    draft = DominoForSpeculativeDraft(make_draft(target).config)
+    args = arguments(
+        tmp_path,
+        max_steps=90,
+        per_device_train_batch_size=4,
+        num_anchors=99,
+        learning_rate=1e-2,
+        loss_decay_gamma=None,
+        eval_strategy="steps",
+        save_strategy="steps",
+        eval_steps=30,
+        save_steps=30,
+        save_total_limit=1,
+        eval_generate_rows=4,
+        eval_generate_tokens=1 + 4 * 6,  # the prefill's own token, and whole rounds of K + 1 = 6
+        load_best_model_at_end=True,
+        metric_for_best_model="tau",
+        greater_is_better=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = DominoTrainer(draft, target, args, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    taus = [entry["eval_tau"] for entry in trainer.state.log_history if "eval_tau" in entry]
+    assert trainer.state.best_metric == max(taus) == draft.config.max_draft_tokens + 1
+    measured = [entry for entry in trainer.state.log_history if "eval_accept_len" in entry]
+    assert measured[0]["eval_accept_len"] < measured[-1]["eval_accept_len"]
+    assert measured[-1]["eval_accuracy"] == 1.0 and measured[-1]["eval_acceptance_1"] == 1.0
+    recipe = json.loads((tmp_path / trainer.state.best_model_checkpoint / "training_recipe.json").read_text())
+    assert recipe["loss_normalizer"] == "step" and recipe["loss_decay_gamma"] is None
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_rows(tmp_path):
+    target = make_target()
+    draft = make_draft(target)
+    data = [{**row, "id": f"row-{i}"} for i, row in enumerate(rows(2))]
+    with torch.no_grad():
+        draft.fc.weight.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match=r"nan at step 0.*row-[01]"):
+        DominoTrainer(draft, target, arguments(tmp_path), train_dataset=data).train()
+
+
+def test_activation_checkpointing_and_bfloat16_with_float32_master_weights(tmp_path):
+    target = make_target()
+    results = []
+    for overrides in ({}, {"activation_checkpointing": True}, {"bf16": True}):
+        draft = make_draft(target)
+        trainer = DominoTrainer(draft, target, arguments(tmp_path, logging_steps=1, **overrides), train_dataset=rows())
+        trainer.train()
+        results.append(losses_of(trainer))
+        assert draft.dtype == torch.float32
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+    assert results[2] == pytest.approx(results[0], rel=3e-2) and results[2] != results[0]
+
+
+def test_pushing_from_the_trainer_is_refused_with_the_way_to_go(tmp_path):
+    with pytest.raises(ValueError, match="hub_upload"):
+        arguments(tmp_path, push_to_hub=True)
