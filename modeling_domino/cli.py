@@ -11,11 +11,6 @@ import typer
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Domino speculative decoding for transformers.")
 
 
-@app.callback()
-def commands() -> None:
-    """Keeps subcommands named while there is only one."""
-
-
 @app.command()
 def generate(
     target: Annotated[str, typer.Argument(help="Target: Hub id, folder or .gguf file.")],
@@ -61,6 +56,110 @@ def generate(
                 f"[τ = {stats.acceptance_length:.2f} tokens per round over {stats.rounds} rounds, bonus token included; "
                 f"{stats.new_tokens} tokens, {stats.new_tokens / seconds:.1f} tokens/s with the prompt's pass]\n"
             )
+
+
+@app.command()
+def prepare(
+    target: Annotated[str, typer.Argument(help="Target: Hub id, folder or .gguf file.")],
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="A .jsonl, .json or .parquet file, or a Hub dataset: messages, conversations, turns or text."
+        ),
+    ],
+    output: Annotated[str, typer.Option(help="Folder to write; the same command goes on after a kill.")],
+    split: Annotated[str, typer.Option(help="Of a Hub dataset.")] = "train",
+    limit: Annotated[int | None, typer.Option(min=1, help="Most conversations.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 1024,
+    max_length: Annotated[
+        int | None, typer.Option(min=3, help="Longest row; the target's context by default.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 answers greedily.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of sampled answers.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Conversations per generate call.")] = 16,
+    endpoint: Annotated[
+        str | None, typer.Option(help="OpenAI-compatible server that answers, such as http://localhost:30000/v1.")
+    ] = None,
+    endpoint_model: Annotated[str | None, typer.Option(help="Name of the target there; its id by default.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 16,
+    thinking: Annotated[
+        bool | None, typer.Option(help="Sets the chat template's `enable_thinking`; its own default if absent.")
+    ] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="The draft's; rows with it are left out.")] = None,
+    features: Annotated[
+        bool, typer.Option(help="Also cache the hidden states of the layers that the draft taps.")
+    ] = False,
+    layers: Annotated[
+        str | None, typer.Option(help="Tapped layers, such as 1,9,17,25,33; the public formula by default.")
+    ] = None,
+    draft_layers: Annotated[int, typer.Option(min=1, help="Layers of the draft, for that formula.")] = 5,
+    yes: Annotated[bool, typer.Option(help="Writes features without asking.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Torch device; the first accelerator, else the CPU.")] = None,
+) -> None:
+    """Lets the target answer prompts, and writes the training data of a draft."""
+    from .loading import load_target
+    from .preparation import Preparation
+    from .preparation import prepare as run
+
+    with _plain_errors():
+        model, tokenizer = load_target(target, dtype=dtype, device=device)
+        asked = Preparation(
+            prompts=prompts,
+            output=output,
+            split=split,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            max_length=max_length,
+            temperature=temperature,
+            seed=seed,
+            batch_size=batch_size,
+            endpoint=endpoint,
+            endpoint_model=endpoint_model,
+            concurrency=concurrency,
+            template={} if thinking is None else {"enable_thinking": thinking},
+            mask_token_id=mask_token_id,
+            feature_layers=_layer_ids(layers) if features else [],
+            draft_layers=draft_layers,
+        )
+        folder = run(asked, model, tokenizer, confirm=lambda question: yes or typer.confirm(question))
+        print(f"Training data in {folder}; next: domino train CONFIG.yaml --dataset {folder}")
+
+
+def _layer_ids(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"`--layers` is {text!r}, expected numbers such as 1,9,17,25,33.") from None
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(help="YAML file: Recipe and DominoTrainingArguments names.")],
+    resume: Annotated[bool, typer.Option(help="Goes on from the newest checkpoint in output_dir.")] = False,
+) -> None:
+    """Trains a draft; `--name value` overrides a line of CONFIG, `--draft.block_size 8` one of its draft."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from .loading import load_target
+    from .recipes import build_trainer, read_recipe
+
+    with _plain_errors():
+        recipe, arguments = read_recipe(config, context.args)
+        target, tokenizer = load_target(recipe.target, dtype=recipe.dtype, device=arguments.device)
+        trainer = build_trainer(recipe, arguments, target, tokenizer)
+        checkpoint = get_last_checkpoint(arguments.output_dir) if resume else None
+        if resume and checkpoint is None:
+            raise ValueError(
+                f"`--resume`: {arguments.output_dir} has no checkpoint; leave the flag out to start anew."
+            )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.save_model(arguments.output_dir)
+        trainer.save_state()
+        print(f"Draft in {arguments.output_dir}; next: domino generate {recipe.target} --draft {arguments.output_dir}")
 
 
 @contextmanager

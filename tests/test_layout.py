@@ -24,8 +24,9 @@ LEVELS = [
     {"candidate_generator_domino"},
     {"speculation_domino"},
     {"modeling_domino"},
-    {"data", "loading"},
-    {"training"},
+    {"data", "features", "loading"},
+    {"regeneration", "training"},
+    {"preparation", "recipes"},
     {"cli"},
 ]
 LEVEL_OF = {name: level for level, names in enumerate(LEVELS) for name in names}

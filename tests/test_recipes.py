@@ -1,0 +1,201 @@
+"""`domino prepare` and `domino train` as a user runs them, and the recipes that come with the examples."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import MASK
+from test_data import chat_tokenizer
+from test_preparation import speaker
+from transformers.trainer_utils import SchedulerType
+from typer.testing import CliRunner
+
+from modeling_domino import DominoConfig, DominoForSpeculativeDraft
+from modeling_domino.cli import app
+from modeling_domino.recipes import build_trainer, read_recipe
+
+
+RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
+
+
+@pytest.mark.parametrize("size", ["4b", "8b"])
+def test_recipes_of_the_paper_are_the_papers(size):
+    """arXiv 2605.29707, section 5.1: AdamW 6e-4, no weight decay, clip 1, cosine, 3 epochs of batch 16, bf16, FSDP."""
+    recipe, arguments = read_recipe(RECIPES / f"qwen3-{size}.yaml", ["--use_cpu", "true"])
+    assert recipe.target == f"Qwen/Qwen3-{size.upper()}" and recipe.dtype == "bfloat16"
+    assert (arguments.optim.value, arguments.learning_rate, arguments.weight_decay) == ("adamw_torch_fused", 6e-4, 0.0)
+    assert (arguments.adam_beta1, arguments.adam_beta2) == (0.9, 0.999)
+    assert (arguments.max_grad_norm, arguments.warmup_steps) == (1.0, 0.04)
+    assert arguments.lr_scheduler_type == SchedulerType.COSINE and arguments.num_train_epochs == 3
+    assert arguments.per_device_train_batch_size * 8 * arguments.gradient_accumulation_steps == 16
+    assert arguments.bf16 and arguments.fsdp and arguments.fsdp_config["version"] == 2
+    assert (arguments.num_anchors, arguments.loss_decay_gamma) == (256, 7.0)
+    assert (arguments.lambda_base_start, arguments.lambda_base_decay_ratio) == (1.0, 1.0)
+    paper = DominoConfig()
+    assert all(getattr(paper, name) == value for name, value in recipe.draft.items())
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_is_read_whole(path):
+    recipe, arguments = read_recipe(path, ["--use_cpu", "true"])
+    assert recipe.target and recipe.draft["block_size"] >= 8
+    assert arguments.output_dir.startswith("outputs/") and arguments.seed == 42
+    assert set(recipe.draft) <= set(DominoConfig.__dataclass_fields__)
+
+
+def write(folder, **values) -> str:
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps({"target": "t", "dataset": "d", "output_dir": str(folder / "out"), **values}))
+    return str(path)
+
+
+def test_flags_override_lines_and_reach_into_the_draft(tmp_path):
+    path = write(tmp_path, draft={"block_size": 8}, learning_rate="6e-4", use_cpu=True)
+    recipe, arguments = read_recipe(
+        path, ["--draft.num-hidden-layers", "3", "--max_steps=7", "--sampled_softmax", "9"]
+    )
+    assert recipe.draft == {"block_size": 8, "num_hidden_layers": 3}
+    assert (arguments.learning_rate, arguments.max_steps, arguments.sampled_softmax) == (6e-4, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("values", "overrides", "words"),
+    [
+        ({"lambda_decay": 1}, [], "lambda_decay"),
+        ({}, ["--learning_rat", "1"], "learning_rat"),
+        ({}, ["--max_steps"], "`--max_steps` has no value"),
+        ({}, ["max_steps", "3"], "`max_steps` stands alone"),
+        ({"features": "maybe"}, [], "`features` is 'maybe'"),
+        ({"init_from": "x", "draft": {"block_size": 8}}, [], "`init_from` brings its own configuration"),
+        ({"eval_share": 1.0}, [], "`eval_share` is 1.0"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_named(tmp_path, values, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        read_recipe(write(tmp_path, use_cpu=True, **values), overrides)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A saved target, and data that `domino prepare` wrote with it, features included."""
+    root = tmp_path_factory.mktemp("prepared")
+    speaker().save_pretrained(root / "target")
+    chat_tokenizer().save_pretrained(root / "target")
+    texts = ["bcd", "de", "fghi", "bd", "cfh", "bcb", "gh", "dd", "efg", "hgfe"]
+    (root / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts) + "\n{bad\n")
+    command = [
+        "prepare",
+        str(root / "target"),
+        "--prompts",
+        str(root / "prompts.jsonl"),
+        "--output",
+        str(root / "data"),
+    ]
+    options = [
+        "--max-new-tokens",
+        "10",
+        "--mask-token-id",
+        str(MASK),
+        "--features",
+        "--layers",
+        "1,3",
+        "--device",
+        "cpu",
+    ]
+    result = CliRunner().invoke(app, [*command, *options], input="y\n")
+    assert result.exit_code == 0, result.output
+    assert "take 0.00 GB" in result.output and "domino train" in result.output
+    return root
+
+
+def recipe_for(prepared, folder, **values) -> str:
+    small = {"block_size": 4, "num_hidden_layers": 1, "target_layer_ids": [1, 3], "mask_token_id": MASK}
+    return write(
+        folder,
+        **{
+            "target": str(prepared / "target"),
+            "dataset": str(prepared / "data"),
+            "draft": {**small, "gru_hidden_dim": 8, "emb_dim": 4},
+            "use_cpu": True,
+            "max_steps": 6,
+            "save_steps": 3,
+            "logging_steps": 1,
+            "num_anchors": 4,
+            "per_device_train_batch_size": 2,
+            "report_to": [],
+            **values,
+        },
+    )
+
+
+def losses(folder) -> list[float]:
+    state = json.loads((folder / "out" / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def test_prepare_train_resume_generate(prepared, tmp_path):
+    """A run cut off after its checkpoint at step 3 and resumed gives the draft of a run that was left alone."""
+    run = CliRunner().invoke
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole = run(app, ["train", recipe_for(prepared, tmp_path / "whole")])
+    assert whole.exit_code == 0, whole.output
+    cut = recipe_for(prepared, tmp_path / "cut")
+    assert "has no checkpoint" in run(app, ["train", cut, "--resume"]).output
+    original, calls = DominoForSpeculativeDraft.backbone, []
+
+    def dies(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return original(self, *args, **kwargs)
+
+    DominoForSpeculativeDraft.backbone = dies
+    try:
+        run(app, ["train", cut])
+    finally:
+        DominoForSpeculativeDraft.backbone = original
+    assert not (tmp_path / "cut" / "out" / "config.json").exists()
+    resumed = run(app, ["train", cut, "--resume"])
+    assert resumed.exit_code == 0, resumed.output
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole") and len(losses(tmp_path / "cut")) == 6
+    drafts = [(tmp_path / name / "out" / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert drafts[0] == drafts[1]
+    target, draft = str(prepared / "target"), str(tmp_path / "cut" / "out")
+    text = run(app, ["generate", target, "--draft", draft, "--prompt", "bcd", "--device", "cpu"])
+    assert text.exit_code == 0 and "τ = " in text.output, text.output
+
+
+def test_cached_features_train_as_the_target_itself_does(prepared, tmp_path):
+    seen = []
+    for features in ("always", "never"):
+        (tmp_path / features).mkdir()
+        path = recipe_for(prepared, tmp_path / features, features=features)
+        result = CliRunner().invoke(app, ["train", path])
+        assert result.exit_code == 0, result.output
+        seen.append(losses(tmp_path / features))
+    assert seen[0] == pytest.approx(seen[1], rel=1e-4)
+
+
+def test_a_share_held_out_is_not_trained_on(prepared, tmp_path):
+    recipe, arguments = read_recipe(recipe_for(prepared, tmp_path, eval_share=0.2))
+    trainer = build_trainer(recipe, arguments, speaker(), chat_tokenizer())
+    training, held_out = ({row["id"] for row in rows} for rows in (trainer.train_dataset, trainer.eval_dataset))
+    assert len(held_out) == 2 and not training & held_out
+
+
+def test_training_goes_on_from_another_draft(prepared, tmp_path):
+    recipe, arguments = read_recipe(recipe_for(prepared, tmp_path))
+    first = build_trainer(recipe, arguments, speaker(), chat_tokenizer()).model
+    first.save_pretrained(tmp_path / "first")
+    path = recipe_for(prepared, tmp_path, draft={}, init_from=str(tmp_path / "first"))
+    second = build_trainer(*read_recipe(path), speaker(), chat_tokenizer()).model
+    assert (first.fc.weight == second.fc.weight).all() and second.dtype == first.dtype
+
+
+def test_missing_data_and_missing_features_say_what_to_run(prepared, tmp_path):
+    path = recipe_for(prepared, tmp_path)
+    nothing = CliRunner().invoke(app, ["train", path, "--dataset", str(tmp_path)])
+    assert nothing.exit_code == 2 and "holds no prepared data" in nothing.output
+    other = CliRunner().invoke(app, ["train", path, "--draft.target_layer_ids", "[1, 2]"])
+    assert other.exit_code == 2 and "the draft taps [1, 2]" in other.output
