@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import torch
+from torch.utils.data import Dataset, Subset
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.utils import logging
@@ -179,6 +180,57 @@ def _messages(row: dict) -> list[dict]:
     return messages
 
 
+class PackedRows(Dataset):
+    """
+    Several rows side by side in each row, so that less is padded; blocks never look across (anchors.py).
+
+    Args:
+        rows: With `input_ids`, `loss_mask`, and optionally `id` and `context_hidden_states`.
+        length: Most tokens of a packed row; longer rows stay alone.
+    """
+
+    def __init__(self, rows: Dataset | list[dict], length: int):
+        self.rows = rows
+        self.groups: list[list[int]] = []
+        room = 0
+        lengths = row_lengths(rows)
+        for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+            if lengths[index] > room:
+                self.groups.append([])
+                room = length
+            self.groups[-1].append(index)
+            room -= lengths[index]
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> dict:
+        parts = [self.rows[i] for i in self.groups[index]]
+        packed = {
+            "id": " ".join(str(part.get("id", i)) for i, part in zip(self.groups[index], parts, strict=True)),
+            "input_ids": [token for part in parts for token in part["input_ids"]],
+            "loss_mask": [bit for part in parts for bit in part["loss_mask"]],
+            "document_ids": [n for n, part in enumerate(parts) for _ in part["input_ids"]],
+        }
+        if "context_hidden_states" in parts[0]:
+            # Features end one row before their text: no block sees its last token.
+            padded = [
+                torch.nn.functional.pad(states, (0, 0, 0, len(part["input_ids"]) - len(states)))
+                for part in parts
+                for states in [torch.as_tensor(part["context_hidden_states"])]
+            ]
+            packed["context_hidden_states"] = torch.cat(padded)
+        return packed
+
+
+def row_lengths(rows: Dataset | list[dict]) -> list[int]:
+    """Tokens of each row, without reading features."""
+    if isinstance(rows, Subset):
+        lengths = row_lengths(rows.dataset)
+        return [lengths[i] for i in rows.indices]
+    return [len(row["input_ids"]) for row in getattr(rows, "rows", rows)]
+
+
 def unusable(row: dict, *, mask_token_id: int, max_length: int) -> str | None:
     """Why a training row is left out; None when it is good."""
     if mask_token_id in row["input_ids"]:
@@ -294,4 +346,13 @@ class _TapRecorder(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-__all__ = ["answer_batch", "assistant_mask", "chat_ids", "read_conversations", "regenerate", "unusable"]
+__all__ = [
+    "PackedRows",
+    "answer_batch",
+    "assistant_mask",
+    "chat_ids",
+    "read_conversations",
+    "regenerate",
+    "row_lengths",
+    "unusable",
+]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -85,7 +86,7 @@ def two_term_loss(
     normalizer: Tensor,
     *,
     offset: Tensor | None = None,
-    chunk_size: int = 256,
+    chunk_size: int = 128,
 ) -> TwoTermLoss:
     """
     Both cross-entropies over M positions, `chunk_size` of them at a time.
@@ -126,49 +127,63 @@ class _ChunkedLoss(torch.autograd.Function):
         gradients = [
             torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in (hidden_states, features, w2)
         ]
-        base_loss, final_loss = torch.zeros(2, device=labels.device).unbind()
+        losses = torch.zeros(2, device=labels.device)
         correct = torch.zeros(2, len(labels), dtype=torch.bool, device=labels.device)
-        for rows in weights.nonzero().squeeze(1).split(chunk_size):
+        counted = weights.nonzero().squeeze(1)
+        buffer = torch.empty(min(chunk_size, len(counted)), len(w2), device=labels.device)
+
+        def add(rows: Tensor) -> None:  # a function, so that nothing of a chunk lives on into the next
             with torch.enable_grad():
                 h = hidden_states[rows].detach().requires_grad_()
                 graph = lm_head(h)
             a, label, weight = features[rows], labels[rows, None], weights[rows, None]
-            base = graph.detach().to(label.device).float()
-            final = base + F.linear(a, w2)
+            base = graph.detach().to(label.device)
+            final = F.linear(a, w2).float().add_(base)
             if offset is not None:
-                base, final = base + offset, final + offset
-            correct[:, rows] = torch.stack([base.argmax(-1), final.argmax(-1)]) == label[:, 0]
-            base_losses, base = _softmax_gradient(base, label)
-            final_losses, final = _softmax_gradient(final, label)
-            base_loss += (base_losses * weight).sum()
-            final_loss += (final_losses * weight).sum()
-            final *= weight * (1 - lambda_base)
-            base.mul_(weight * lambda_base).add_(final)
+                base, final = base + offset, final.add_(offset)
+            minus = torch.full_like(weight, -1.0)
+            each, correct[1, rows] = _softmax(final, label, out=buffer[: len(rows)])
+            losses[1] += (each * weight).sum()
+            d_final = buffer[: len(rows)].scatter_add_(1, label, minus).mul_(weight * (1 - lambda_base))
+            each, correct[0, rows] = _softmax(base, label, out=final)
+            losses[0] += (each * weight).sum()
+            d_base = final.scatter_add_(1, label, minus).mul_(weight * lambda_base).add_(d_final)
             if gradients[0] is not None:
-                (gradients[0][rows],) = torch.autograd.grad(graph, h, base.to(graph.device, graph.dtype))
-            final = final.to(w2.dtype)
+                (gradients[0][rows],) = torch.autograd.grad(graph, h, d_base.to(graph.device, graph.dtype))
+            d_final = d_final.to(w2.dtype)
             if gradients[1] is not None:
-                gradients[1][rows] = (final @ w2).to(features.dtype)
+                gradients[1][rows] = (d_final @ w2).to(features.dtype)
             if gradients[2] is not None:
-                gradients[2] += final.T @ a.to(w2.dtype)
-        ctx.save_for_backward(*gradients)
-        base_correct, final_correct = correct.unbind()
+                gradients[2].addmm_(d_final.T, a.to(w2.dtype))
+
+        for rows in counted.split(chunk_size):
+            add(rows)
+        ctx.gradients = gradients
+        (base_loss, final_loss), (base_correct, final_correct) = losses.unbind(), correct.unbind()
         ctx.mark_non_differentiable(base_loss, final_loss, base_correct, final_correct)
         loss = (1 - lambda_base) * final_loss + lambda_base * base_loss
         return loss, base_loss, final_loss, base_correct, final_correct
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient, *unused):
-        formed = [None if tensor is None else tensor * gradient for tensor in ctx.saved_tensors]
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "The gradients of this loss were handed out by an earlier backward pass: compute it again."
+            )
+        # In place: a second copy of the gradient of W2 would be most of the memory.
+        formed = [None if tensor is None else tensor.mul_(gradient) for tensor in ctx.gradients]
+        ctx.gradients = None
         return (*formed, None, None, None, None, None, None)
 
 
-def _softmax_gradient(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """-log p of each label, [m, 1], and p - y, [m, V]."""
-    normalizers = logits.logsumexp(dim=-1, keepdim=True)
-    losses = normalizers - logits.gather(1, labels)
-    gradient = (logits - normalizers).exp_()
-    return losses, gradient.scatter_add_(1, labels, gradient.new_full(labels.shape, -1.0))
+def _softmax(logits: Tensor, labels: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Writes the softmax to `out`; -log p of each label, [m, 1], and whether it is the most likely token, [m]."""
+    highest, best = logits.max(dim=-1, keepdim=True)
+    torch.softmax(logits, dim=-1, dtype=torch.float32, out=out)
+    # The most likely token's probability does not underflow, as that of a label may.
+    normalizers = highest.float() - out.gather(1, best).log()
+    return normalizers - logits.gather(1, labels).float(), (best == labels)[:, 0]
 
 
 __all__ = ["TwoTermLoss", "lambda_base", "position_weights", "sample_vocabulary", "two_term_loss"]

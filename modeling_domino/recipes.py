@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from torch.utils.data import Subset
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from .configuration_domino import DominoConfig
+from .data import PackedRows
 from .features import RowsWithFeatures
 from .modeling_domino import DominoForSpeculativeDraft
 from .training import DominoTrainer, DominoTrainingArguments
@@ -33,6 +35,7 @@ class Recipe:
         draft: Fields of `DominoConfig`, such as `block_size` and `num_hidden_layers`.
         init_from: Draft to start from (Hub id or folder) instead of a new one; `draft` must then be empty.
         features: Whether to use the cached features of `dataset`: auto (when they are there), always, never.
+        pack_length: Puts rows side by side into rows of at most so many training tokens; None leaves them apart.
         dtype: Of the target.
         attn_implementation: Of the draft.
     """
@@ -44,6 +47,7 @@ class Recipe:
     draft: dict = field(default_factory=dict)
     init_from: str | None = None
     features: str = "auto"
+    pack_length: int | None = None
     dtype: str = "auto"
     attn_implementation: str = "sdpa"
 
@@ -125,8 +129,6 @@ def build_trainer(
     if recipe.init_from:
         draft = DominoForSpeculativeDraft.from_pretrained(recipe.init_from, dtype="float32")
     else:
-        from transformers import set_seed
-
         set_seed(arguments.seed)  # the same new draft on every process and in every run
         draft = DominoForSpeculativeDraft(DominoConfig.from_target(target.config, tokenizer=tokenizer, **recipe.draft))
     draft.set_attn_implementation(recipe.attn_implementation)
@@ -135,12 +137,12 @@ def build_trainer(
     if recipe.eval_dataset:
         evaluation = _rows(recipe.eval_dataset, recipe, target, draft.config)
     elif recipe.eval_share:
-        from torch.utils.data import Subset
-
         step = max(2, round(1 / recipe.eval_share))
         held_out = range(0, len(training), step)
         evaluation = Subset(training, list(held_out))
         training = Subset(training, [i for i in range(len(training)) if i % step])
+    if recipe.pack_length:
+        training = PackedRows(training, recipe.pack_length)
     return DominoTrainer(draft, target, arguments, train_dataset=training, eval_dataset=evaluation, **options)
 
 

@@ -89,7 +89,7 @@ class SpeculationMixin:
         self.last_generation = None
         _check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
         borrowed = BorrowedTarget(target)
-        _check_fit(self.config, target, borrowed, generation_config)
+        check_fit(self.config, target, borrowed, generation_config)
         most = self.config.max_draft_tokens
         if num_assistant_tokens is not None and not 1 <= num_assistant_tokens <= most:
             raise ValueError(
@@ -180,7 +180,19 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
         )
 
 
-def _check_fit(config, target, borrowed: BorrowedTarget, generation_config) -> None:
+def check_fit(config, target, borrowed: BorrowedTarget, generation_config) -> None:
+    """
+    Refuses a draft that was made for another target.
+
+    Args:
+        config: Of the draft.
+        target: The model it shall draft for.
+        borrowed: Its parts.
+        generation_config: Whose BOS, EOS and PAD tokens must not be the mask token.
+
+    Raises:
+        ValueError: Hidden sizes, layer counts, vocabularies or mask token do not fit; both values are named.
+    """
     text_config = target.config.get_text_config(decoder=True)
     remedy = f"Use a draft that was trained for {target.config.name_or_path or type(target).__name__}."
     if text_config.hidden_size != config.hidden_size:
@@ -220,4 +232,4 @@ def _check_options(options: DecodingOptions) -> None:
         )
 
 
-__all__ = ["DecodingOptions", "SpeculationMixin"]
+__all__ = ["DecodingOptions", "SpeculationMixin", "check_fit"]

@@ -30,6 +30,7 @@ from .anchors import (
 from .configuration_domino import DominoConfig
 from .correction_domino import draft_block
 from .losses import TwoTermLoss, lambda_base, position_weights, sample_vocabulary, two_term_loss
+from .speculation_domino import check_fit
 from .target_domino import BorrowedTarget
 
 
@@ -70,7 +71,7 @@ class DominoTrainingArguments(TrainingArguments):
             "`forward` pass (as the author does), whose means are then averaged."
         },
     )
-    loss_chunk_size: int = field(default=64, metadata={"help": "Positions whose logits are alive at once."})
+    loss_chunk_size: int = field(default=128, metadata={"help": "Positions whose logits are alive at once."})
     sampled_softmax: int | None = field(
         default=None,
         metadata={"help": "Tokens drawn beside the labels to estimate the softmax over; None: the full vocabulary."},
@@ -174,9 +175,14 @@ class DominoTrainer(Trainer):
             never saved.
         args: `DominoTrainingArguments`.
         kwargs: As for `Trainer`; see `BlockCollator` for the rows of the datasets.
+
+    Raises:
+        ValueError: The draft is not in float32, or is made for another target.
     """
 
     def __init__(self, model, target: PreTrainedModel, args: DominoTrainingArguments, **kwargs):
+        self.borrowed = BorrowedTarget(target)
+        _check_draft(model, target, self.borrowed)
         options = (model.config, args.num_anchors, args.loss_decay_gamma, args.seed)
         collator = kwargs.pop("data_collator", None) or BlockCollator(*options)
         if not args.train_head:
@@ -190,7 +196,7 @@ class DominoTrainer(Trainer):
         self.target = target.eval().requires_grad_(False)
         if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
-        self.borrowed = BorrowedTarget(target)
+            self.borrowed = BorrowedTarget(target)  # where it is now
         self.add_callback(_NewAnchorsEachEpoch(collator))
         self._vocabulary_generator = torch.Generator().manual_seed(args.seed)
         self._sums: dict[bool, _Sums] = {True: _Sums(), False: _Sums()}  # by whether they come from training
@@ -415,6 +421,21 @@ class DominoTrainer(Trainer):
         return {
             kind: build(anchors, document_ids, config.block_size, windows[kind]) for kind in set(config.layer_types)
         }
+
+
+def _check_draft(draft, target: PreTrainedModel, borrowed: BorrowedTarget) -> None:
+    check_fit(draft.config, target, borrowed, target.generation_config)
+    rows = target.config.get_text_config(decoder=True).vocab_size
+    if draft.config.vocab_size != rows:
+        raise ValueError(
+            f"The draft's vocabulary has {draft.config.vocab_size} rows, the target's {rows}: training needs as many "
+            "on both sides, so make the draft with `DominoConfig.from_target`."
+        )
+    if draft.dtype != torch.float32:
+        raise ValueError(
+            f"The draft is in {str(draft.dtype).removeprefix('torch.')}, where small updates are rounded away: load it "
+            "with `dtype=torch.float32` and train in mixed precision with `bf16=True`."
+        )
 
 
 class _NewAnchorsEachEpoch(TrainerCallback):

@@ -68,6 +68,25 @@ def test_chunks_give_the_value_and_the_gradients_of_the_naive_form(chunk_size, l
         assert results[1][5].abs().max() == 0  # W2 rests, with a gradient of zeros
 
 
+def test_gradients_are_handed_out_once_and_unlikely_labels_have_a_finite_loss():
+    hidden = torch.tensor([[0.0, 500.0]], requires_grad=True)
+    out = two_term_loss(
+        hidden,
+        torch.zeros(1, 1),
+        torch.zeros(2, 1),
+        lambda h: h,
+        torch.tensor([0]),
+        torch.ones(1),
+        0.5,
+        torch.ones(()),
+    )
+    assert out.loss.item() == pytest.approx(500.0)
+    out.loss.backward(retain_graph=True)
+    assert hidden.grad.tolist() == [[-1.0, 1.0]]
+    with pytest.raises(RuntimeError, match="compute it again"):
+        out.loss.backward()
+
+
 def test_positions_of_no_weight_count_as_not_correct_and_frozen_inputs_get_no_gradient():
     hidden, w2 = torch.eye(3), torch.zeros(3, 2)
     out = two_term_loss(

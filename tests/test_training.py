@@ -8,7 +8,7 @@ import torch
 from conftest import MASK, make_draft, make_target, make_tokenizer
 
 from modeling_domino import DominoForSpeculativeDraft, DominoTrainer, DominoTrainingArguments
-from modeling_domino.data import regenerate
+from modeling_domino.data import PackedRows, regenerate, row_lengths
 from modeling_domino.training import BlockCollator
 
 
@@ -293,6 +293,51 @@ def test_packed_documents_train_exactly_as_rows_of_their_own(tmp_path):
         torch.testing.assert_close(gradients[1][name], gradient, atol=1e-5, rtol=1e-3, msg=name)
 
 
+@pytest.mark.parametrize("with_features", [False, True])
+def test_packed_rows_hold_every_row_once_and_train_alike(tmp_path, with_features):
+    target = make_target()
+    draft = make_draft(target)
+    apart = [{**row, "id": f"r{i}"} for i, row in enumerate(rows(6))]
+    trainer = DominoTrainer(draft, target, arguments(tmp_path), train_dataset=apart)
+    if with_features:
+        for row in apart:
+            ids = torch.tensor([row["input_ids"]])
+            row["context_hidden_states"] = trainer._context_hidden_states(ids, torch.zeros_like(ids))[0, :-1]
+    packed = PackedRows(apart, 40)
+    assert len(packed) == 3 and row_lengths(apart) == [20, 19, 18, 17, 16, 15]
+    assert sorted(name for row in packed for name in row["id"].split()) == [f"r{i}" for i in range(6)]
+    assert max(len(row["input_ids"]) for row in packed) <= 40
+    collator = BlockCollator(draft.config, 99, 7.0, 0)
+    losses = [trainer.compute_loss(draft, collator(list(data))) for data in (apart, packed)]
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
+
+
+def test_metrics_are_means_over_the_whole_window_and_not_of_its_last_batch(tmp_path):
+    logged = {}
+    for every in (1, 4):
+        target = make_target()
+        trainer = DominoTrainer(
+            make_draft(target),
+            target,
+            arguments(tmp_path, logging_steps=every, num_anchors=99, per_device_train_batch_size=1),
+            train_dataset=rows(4),
+        )
+        seen = []
+        original = trainer.get_batch_samples
+        trainer.get_batch_samples = lambda *args, seen=seen, original=original: (
+            seen.append(original(*args)) or seen[-1]
+        )
+        trainer.train()
+        logged[every] = [entry for entry in trainer.state.log_history if "loss" in entry], seen
+    single, seen = logged[1]
+    (window,), _ = logged[4]
+    blocks = [int((batch[0]["weights"][..., 0] > 0).sum()) for batch, _ in seen]
+    weights = [float(total) for _, total in seen]
+    for name, shares in (("accept_len", blocks), ("final_loss", weights), ("base_loss", weights)):
+        mean = sum(entry[name] * share for entry, share in zip(single, shares, strict=True)) / sum(shares)
+        assert window[name] == pytest.approx(mean, rel=1e-5), name
+
+
 def test_a_draft_that_fits_four_texts_is_accepted_whole_and_the_best_checkpoint_is_that_of_tau(tmp_path):
     """τ = K + 1 with the head on; evaluation decodes with generate(), and its τ chooses the checkpoint."""
     target = make_target(seed=6)
@@ -354,6 +399,16 @@ def test_activation_checkpointing_and_bfloat16_with_float32_master_weights(tmp_p
         assert draft.dtype == torch.float32
     assert results[1] == pytest.approx(results[0], rel=1e-5)
     assert results[2] == pytest.approx(results[0], rel=3e-2) and results[2] != results[0]
+
+
+def test_drafts_that_cannot_be_trained_are_refused(tmp_path):
+    target = make_target()
+    with pytest.raises(ValueError, match=r"in bfloat16, where small updates are rounded away"):
+        DominoTrainer(make_draft(target).to(torch.bfloat16), target, arguments(tmp_path))
+    with pytest.raises(ValueError, match="hidden size is 32, the target's 40"):
+        DominoTrainer(make_draft(target), make_target(hidden_size=40), arguments(tmp_path))
+    with pytest.raises(ValueError, match="vocabulary has 24 rows, the target's 25"):
+        DominoTrainer(make_draft(target), make_target(vocab_size=25), arguments(tmp_path))
 
 
 def test_pushing_from_the_trainer_is_refused_with_the_way_to_go(tmp_path):
