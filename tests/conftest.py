@@ -1,6 +1,7 @@
 """Tiny random targets and drafts; a draft that is rigged to be right for a known number of tokens."""
 
 import os
+import socket
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: tests reach no hub
@@ -108,6 +109,13 @@ def make_tokenizer(**special) -> PreTrainedTokenizerFast:
     vocabulary.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     vocabulary.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=vocabulary, **special)
+
+
+def free_port() -> int:
+    """A port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture

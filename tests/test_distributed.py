@@ -2,45 +2,48 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import free_port, make_draft, make_target
 from safetensors.torch import load_file
+from test_training import arguments, rows
+
+from modeling_domino import DominoTrainer
 
 
 TESTS = Path(__file__).parent
-SCRIPT = """
-import sys; sys.path.insert(0, {tests!r})
-from conftest import *
-from test_training import rows
-from modeling_domino import DominoTrainer, DominoTrainingArguments
-target = make_target()
-draft = make_draft(target)
-arguments = DominoTrainingArguments(
-    output_dir={output!r}, use_cpu=True, max_steps=3, per_device_train_batch_size=4 // {processes},
-    num_anchors={anchors}, save_strategy="no", report_to=[], disable_tqdm=True, learning_rate=0.1,
-    optim="sgd", max_grad_norm=0.0, logging_steps=1, warmup_steps=0,
-)
-data = [row for row in rows(8)] + {extra!r}
-trainer = DominoTrainer(draft, target, arguments, train_dataset=data)
-assert trainer.args.world_size == {processes}
-trainer.train()
-trainer.save_model()
-trainer.save_state()
-"""
 
 
-def launch(script: Path, processes: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+def train(output: str, processes: int) -> None:
+    """Three steps of the same four rows, whatever the number of processes; half of the rows have no anchor."""
+    target = make_target()
+    args = arguments(
+        output,
+        max_steps=3,
+        per_device_train_batch_size=4 // processes,
+        num_anchors=5,
+        learning_rate=0.1,
+        optim="sgd",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        warmup_steps=0,
+    )
+    data = [*rows(8), *[{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1]}] * 8]
+    trainer = DominoTrainer(make_draft(target), target, args, train_dataset=data)
+    assert trainer.args.world_size == processes
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+
+
+def launch(script: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     result = subprocess.run(
-        [*command, "--master_port", str(port), str(script)] if processes > 1 else [sys.executable, str(script)],
+        [*command, "--master_port", str(free_port()), str(script)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"},
         capture_output=True,
         text=True,
@@ -49,21 +52,21 @@ def launch(script: Path, processes: int) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-@pytest.mark.parametrize("without_anchors", [False, True])
-def test_two_processes_train_the_draft_of_one(tmp_path, without_anchors):
+def test_two_processes_train_the_draft_of_one(tmp_path):
     """
     Also when a process gets rows without any anchor, and from λ = 1 on, where the head has no gradient yet. By SGD:
     Adam's first steps are signs, and a gradient of nothing but rounding has either.
     """
-    extra = [{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1]}] * (8 if without_anchors else 0)
+    train(str(tmp_path / "1"), 1)
+    script = tmp_path / "run.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
+        f"from test_distributed import train; train({str(tmp_path / '2')!r}, 2)\n"
+    )
+    launch(script)
     results = {}
     for processes in (1, 2):
         output = tmp_path / str(processes)
-        script = tmp_path / f"run{processes}.py"
-        script.write_text(
-            SCRIPT.format(tests=str(TESTS), output=str(output), processes=processes, anchors=5, extra=extra)
-        )
-        launch(script, processes)
         log = json.loads((output / "trainer_state.json").read_text())["log_history"]
         results[processes] = load_file(output / "model.safetensors"), log
     (one, one_log), (two, two_log) = results[1], results[2]
@@ -121,5 +124,5 @@ dist.destroy_process_group()
 def test_fully_sharded_weights_give_the_same_gradients_and_a_whole_checkpoint(tmp_path):
     script = tmp_path / "sharded.py"
     script.write_text(SHARDED.format(tests=str(TESTS), output=str(tmp_path / "out")))
-    launch(script, 2)
+    launch(script)
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from conftest import MASK, make_target
+from conftest import MASK, free_port, make_target
 from test_data import chat_tokenizer
 
 from modeling_domino.features import RowsWithFeatures, feature_bytes, write_features
@@ -263,9 +263,7 @@ def test_transformers_serve_answers_as_the_target_does(tmp_path, prompts):
     model = tmp_path / "model"
     target.save_pretrained(model)
     tokenizer.save_pretrained(model)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model)]
     server = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"],

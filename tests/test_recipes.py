@@ -1,10 +1,13 @@
 """`domino prepare` and `domino train` as a user runs them, and the recipes that come with the examples."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from conftest import MASK
+from conftest import MASK, free_port
 from test_data import chat_tokenizer
 from test_preparation import speaker
 from transformers.trainer_utils import SchedulerType
@@ -16,6 +19,15 @@ from modeling_domino.recipes import build_trainer, read_recipe
 
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
+
+
+@pytest.fixture(autouse=True)
+def environment():
+    """TrainingArguments with FSDP leave their mark in the environment, for accelerate to find."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.mark.parametrize("size", ["4b", "8b"])
@@ -164,6 +176,28 @@ def test_prepare_train_resume_generate(prepared, tmp_path):
     target, draft = str(prepared / "target"), str(tmp_path / "cut" / "out")
     text = run(app, ["generate", target, "--draft", draft, "--prompt", "bcd", "--device", "cpu"])
     assert text.exit_code == 0 and "τ = " in text.output, text.output
+
+
+def test_accelerate_launches_two_processes_that_train_as_one(prepared, tmp_path):
+    paths = []
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        options = {"optim": "sgd", "learning_rate": 0.01, "max_steps": 3}
+        paths.append(recipe_for(prepared, folder, **options, per_device_train_batch_size=2 // processes))
+    alone = CliRunner().invoke(app, ["train", paths[0]])
+    assert alone.exit_code == 0, alone.output
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    result = subprocess.run(
+        [*launcher, "--main_process_port", str(free_port()), "-m", "modeling_domino.cli", "train", paths[1]],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    one, two = losses(tmp_path / "1"), losses(tmp_path / "2")
+    assert len(one) == 3 and two == pytest.approx(one, rel=1e-4)
 
 
 def test_cached_features_train_as_the_target_itself_does(prepared, tmp_path):
