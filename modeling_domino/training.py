@@ -322,6 +322,8 @@ class DominoTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict=None) -> None:
         super()._save(output_dir, state_dict)
+        if not self.args.should_save:
+            return  # every process comes here
         recipe = {name: getattr(self.args, name) for name in RECIPE_FIELDS}
         recipe["target"] = self.target.config.name_or_path
         path = Path(output_dir or self.args.output_dir) / "training_recipe.json"
