@@ -472,6 +472,7 @@ class _Sums:
             losses.final_correct.sum(),
             runs[0].sum(),
             runs[1].sum(),
+            ~valid.any(),
         ]
         scalars = torch.stack([value.double() for value in scalars])
         self._tensors.append(torch.cat([scalars, reached.sum(0), runs[1].sum(0)]))
@@ -482,9 +483,9 @@ class _Sums:
             return {}
         sums, self._tensors = torch.stack(self._tensors).sum(0), []
         sums = accelerator.gather(sums[None]).sum(0).tolist()
-        base, final, weight, valid, blocks, base_correct, correct, base_run, run = sums[:9]
-        positions = len(sums[9:]) // 2
-        reached, accepted = sums[9 : 9 + positions], sums[9 + positions :]
+        base, final, weight, valid, blocks, base_correct, correct, base_run, run, empty = sums[:10]
+        positions = len(sums[10:]) // 2
+        reached, accepted = sums[10 : 10 + positions], sums[10 + positions :]
         return {
             "base_loss": base / max(weight, 1e-9),
             "final_loss": final / max(weight, 1e-9),
@@ -493,6 +494,7 @@ class _Sums:
             "base_accept_len": 1 + base_run / max(blocks, 1),
             "accept_len": 1 + run / max(blocks, 1),
             "predictions_per_second": valid / seconds,
+            **({"batches_without_anchors": empty} if empty else {}),
             **{f"acceptance_{i + 1}": a / r for i, (a, r) in enumerate(zip(accepted, reached, strict=True)) if r},
         }
 

@@ -175,6 +175,29 @@ def test_features_go_on_at_the_first_missing_shard(tmp_path):
     assert [shard.read_bytes() for shard in shards] == contents
 
 
+def test_a_disk_that_fills_up_leaves_whole_shards_to_go_on_from(tmp_path, monkeypatch):
+    import modeling_domino.features as features
+
+    target, calls, save_file = make_target(), [], features.save_file
+    rows = [{"input_ids": [3 + i, 4, 5, 6]} for i in range(6)]
+
+    def full(tensors, path):
+        calls.append(path)
+        if len(calls) == 2:
+            path.write_bytes(b"half a shard")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    monkeypatch.setattr(features, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_features(rows, target, [1, 3], tmp_path, shard_bytes=1000)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    write_features(rows, target, [1, 3], tmp_path, shard_bytes=1000)
+    assert len(calls) == 4  # the first shard was not written again
+    cached = RowsWithFeatures(rows, tmp_path, target, [1, 3])
+    assert [cached[i]["context_hidden_states"].shape for i in range(6)] == [(3, 64)] * 6
+
+
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     import shutil
 

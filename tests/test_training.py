@@ -128,8 +128,9 @@ def test_a_batch_without_any_anchor_weighs_nothing_and_trains_nothing(tmp_path):
     draft = make_draft(target)
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     bad = [{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1]}] * 4
-    trainer = DominoTrainer(draft, target, arguments(tmp_path, max_steps=2), train_dataset=bad)
+    trainer = DominoTrainer(draft, target, arguments(tmp_path, max_steps=2, logging_steps=2), train_dataset=bad)
     trainer.train()
+    assert trainer.state.log_history[0]["batches_without_anchors"] == 2
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
     assert trainer.state.log_history[-1]["train_loss"] == 0
 
