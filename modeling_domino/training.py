@@ -5,33 +5,22 @@ teacher forcing (the head reads the true tokens) under the base-anchored curricu
 """
 
 import json
-import multiprocessing
-import time
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import SchedulerType
+from transformers import PreTrainedModel, Trainer
 
-from .anchors import (
-    PADDING,
-    Blocks,
-    anchor_generator,
-    block_attention_mask,
-    build_blocks,
-    flex_block_mask,
-    positions_in_documents,
-    sample_anchors,
-)
+from .anchors import PADDING, Blocks, block_attention_mask, flex_block_mask, positions_in_documents
+from .collator import BlockCollator, NewAnchorsEachEpoch
 from .configuration_domino import DominoConfig
 from .correction_domino import draft_block
-from .losses import TwoTermLoss, lambda_base, position_weights, sample_vocabulary, two_term_loss
+from .losses import TwoTermLoss, lambda_base, sample_vocabulary, two_term_loss
+from .metrics import WindowMetrics
 from .speculation_domino import check_fit
 from .target_domino import BorrowedTarget
+from .training_arguments import DominoTrainingArguments
 
 
 RECIPE_FIELDS = (
@@ -44,125 +33,6 @@ RECIPE_FIELDS = (
     "train_head",
     "sampled_softmax",
 )
-
-
-@dataclass
-class DominoTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with the paper's recipe as defaults: lr 6e-4, cosine, 4 % warm-up, no weight decay."""
-
-    learning_rate: float = field(default=6e-4, metadata={"help": "Peak learning rate."})
-    lr_scheduler_type: SchedulerType | str = field(default="cosine", metadata={"help": "Schedule after warm-up."})
-    warmup_steps: float = field(default=0.04, metadata={"help": "Warm-up: steps, or a share of all steps below 1."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Always False: the collator reads all."})
-    num_anchors: int = field(default=256, metadata={"help": "Most blocks drawn from a row in each epoch."})
-    loss_decay_gamma: float | None = field(
-        default=7.0, metadata={"help": "γ of the weight exp(-i/γ) of a block's i-th prediction; None turns it off."}
-    )
-    lambda_base_start: float = field(
-        default=1.0, metadata={"help": "λ, weight of the base loss, at step 0; 0 trains without curriculum."}
-    )
-    lambda_base_decay_ratio: float = field(
-        default=1.0, metadata={"help": "Share of all steps over which λ falls to 0; 1.0 in every published recipe."}
-    )
-    loss_normalizer: str = field(
-        default="step",
-        metadata={
-            "help": "What weighted losses are divided by: the weights of the whole optimizer `step`, or of each "
-            "`forward` pass (as the author does), whose means are then averaged."
-        },
-    )
-    loss_chunk_size: int = field(default=128, metadata={"help": "Positions whose logits are alive at once."})
-    sampled_softmax: int | None = field(
-        default=None,
-        metadata={"help": "Tokens drawn beside the labels to estimate the softmax over; None: the full vocabulary."},
-    )
-    training_time_test: bool = field(
-        default=False, metadata={"help": "The head reads tokens the draft chose itself, not the true ones (TTT)."}
-    )
-    train_head: bool = field(default=True, metadata={"help": "False trains the backbone alone: a DFlash-style draft."})
-    eval_generate_rows: int = field(
-        default=0,
-        metadata={"help": "Evaluation rows decoded by generate() for `eval_tau`, with and without the head."},
-    )
-    eval_generate_tokens: int = field(default=64, metadata={"help": "New tokens of each of them."})
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("num_anchors", "sampled_softmax", "loss_chunk_size", "eval_generate_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}, expected at least 1.")
-        if self.loss_decay_gamma is not None and self.loss_decay_gamma <= 0:
-            raise ValueError(
-                f"`loss_decay_gamma` is {self.loss_decay_gamma}, expected a positive value or None (off)."
-            )
-        if not 0 <= self.lambda_base_start <= 1:
-            raise ValueError(f"`lambda_base_start` is {self.lambda_base_start}, expected a value in [0, 1].")
-        if not 0 < self.lambda_base_decay_ratio <= 1:
-            raise ValueError(f"`lambda_base_decay_ratio` is {self.lambda_base_decay_ratio}, expected one in (0, 1].")
-        if self.loss_normalizer not in ("step", "forward"):
-            raise ValueError(f"`loss_normalizer` is {self.loss_normalizer!r}, expected 'step' or 'forward'.")
-        if self.push_to_hub:
-            raise ValueError(
-                "`push_to_hub` is True, but the Trainer would upload a repository without code and card that work for "
-                "others: train with `push_to_hub=False` and upload the finished draft with hub_upload."
-            )
-
-
-class BlockCollator:
-    """
-    Pads rows on the right and draws their blocks.
-
-    Args:
-        config: Of the draft.
-        num_anchors: Most blocks of a row.
-        loss_decay_gamma: See `DominoTrainingArguments`.
-        seed: Of the anchors.
-    """
-
-    def __init__(self, config: DominoConfig, num_anchors: int, loss_decay_gamma: float | None, seed: int):
-        self.num_predictions = config.max_draft_tokens
-        self.num_anchors = num_anchors
-        self.weights = position_weights(self.num_predictions, loss_decay_gamma)
-        self.seed = seed
-        self._epoch = multiprocessing.Value("q", 0)  # shared with the workers of a DataLoader
-
-    def set_epoch(self, epoch: int) -> None:
-        """Anchors are drawn anew in every epoch."""
-        self._epoch.value = epoch
-
-    def __call__(self, rows: list[dict]) -> dict[str, Tensor]:
-        """
-        Args:
-            rows: With `input_ids` and `loss_mask` (1 on supervised tokens), [S] each; with `document_ids`, [S], where
-                several documents share a row; optionally with `id`, and with the `context_hidden_states` that the
-                target gave for them, [S - 1 or S, taps · H].
-
-        Returns:
-            `input_ids` and `document_ids`, [b, S], the fields of `Blocks`, `ids`, and `context_hidden_states` if given.
-            A batch without a single eligible anchor has blocks of weight 0.
-        """
-
-        def pad(values: list, value: int = 0) -> Tensor:
-            return pad_sequence([torch.as_tensor(v) for v in values], batch_first=True, padding_value=value)
-
-        input_ids, loss_mask = pad([row["input_ids"] for row in rows]), pad([row["loss_mask"] for row in rows])
-        documents = [row.get("document_ids", [0] * len(row["input_ids"])) for row in rows]
-        document_ids = pad(documents, PADDING)
-        anchors = [
-            sample_anchors(
-                torch.as_tensor(row["loss_mask"]),
-                self.num_anchors,
-                anchor_generator(self.seed, self._epoch.value, row["input_ids"]),
-                torch.as_tensor(document),
-            )
-            for row, document in zip(rows, documents, strict=True)
-        ]
-        blocks = build_blocks(input_ids, loss_mask, anchors, self.num_predictions, self.weights, document_ids)
-        batch = {"input_ids": input_ids, "document_ids": document_ids, **vars(blocks)}
-        batch["ids"] = [str(row.get("id", "without id")) for row in rows]
-        if "context_hidden_states" in rows[0]:
-            batch["context_hidden_states"] = pad([row["context_hidden_states"] for row in rows])
-        return batch
 
 
 class DominoTrainer(Trainer):
@@ -197,9 +67,12 @@ class DominoTrainer(Trainer):
         if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
             self.borrowed = BorrowedTarget(target)  # where it is now
-        self.add_callback(_NewAnchorsEachEpoch(collator))
+        self.add_callback(NewAnchorsEachEpoch(collator))
         self._vocabulary_generator = torch.Generator().manual_seed(args.seed)
-        self._sums: dict[bool, _Sums] = {True: _Sums(), False: _Sums()}  # by whether they come from training
+        self._sums: dict[bool, WindowMetrics] = {
+            True: WindowMetrics(),
+            False: WindowMetrics(),
+        }  # by whether they come from training
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         """The batches of one optimizer step and the sum of their loss weights, over all processes."""
@@ -440,63 +313,4 @@ def _check_draft(draft, target: PreTrainedModel, borrowed: BorrowedTarget) -> No
         )
 
 
-class _NewAnchorsEachEpoch(TrainerCallback):
-    def __init__(self, collator):
-        self.collator = collator
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        if isinstance(self.collator, BlockCollator):
-            self.collator.set_epoch(int(state.epoch or 0))
-
-
-class _Sums:
-    """What is logged, summed over micro-batches as it comes and over processes when it is taken."""
-
-    def __init__(self):
-        self._tensors: list[Tensor] = []
-        self._since = time.perf_counter()
-
-    def add(self, losses: TwoTermLoss, weights: Tensor, normalizer: Tensor) -> None:
-        valid = (weights > 0).flatten(0, 1)  # [blocks, K]
-        runs = []
-        for correct in (losses.base_correct, losses.final_correct):
-            runs.append((correct.view_as(valid) & valid).long().cumprod(dim=1))
-        reached = torch.cat([valid[:, :1], runs[1][:, :-1].bool() & valid[:, 1:]], dim=1)
-        scalars = [
-            losses.base_loss.detach() * normalizer,
-            losses.final_loss.detach() * normalizer,
-            weights.sum(),
-            valid.sum(),
-            valid[:, 0].sum(),
-            losses.base_correct.sum(),
-            losses.final_correct.sum(),
-            runs[0].sum(),
-            runs[1].sum(),
-            ~valid.any(),
-        ]
-        scalars = torch.stack([value.double() for value in scalars])
-        self._tensors.append(torch.cat([scalars, reached.sum(0), runs[1].sum(0)]))
-
-    def take(self, accelerator) -> dict[str, float]:
-        seconds, self._since = time.perf_counter() - self._since, time.perf_counter()
-        if not self._tensors:
-            return {}
-        sums, self._tensors = torch.stack(self._tensors).sum(0), []
-        sums = accelerator.gather(sums[None]).sum(0).tolist()
-        base, final, weight, valid, blocks, base_correct, correct, base_run, run, empty = sums[:10]
-        positions = len(sums[10:]) // 2
-        reached, accepted = sums[10 : 10 + positions], sums[10 + positions :]
-        return {
-            "base_loss": base / max(weight, 1e-9),
-            "final_loss": final / max(weight, 1e-9),
-            "base_accuracy": base_correct / max(valid, 1),
-            "accuracy": correct / max(valid, 1),
-            "base_accept_len": 1 + base_run / max(blocks, 1),
-            "accept_len": 1 + run / max(blocks, 1),
-            "predictions_per_second": valid / seconds,
-            **({"batches_without_anchors": empty} if empty else {}),
-            **{f"acceptance_{i + 1}": a / r for i, (a, r) in enumerate(zip(accepted, reached, strict=True)) if r},
-        }
-
-
-__all__ = ["BlockCollator", "DominoTrainer", "DominoTrainingArguments"]
+__all__ = ["DominoTrainer", "DominoTrainingArguments"]

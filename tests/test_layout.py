@@ -19,8 +19,8 @@ SHIPPED = {name: path for name, path in MODULES.items() if name.endswith("_domin
 
 # From the bottom up: a file imports only from levels below its own.
 LEVELS = [
-    {"configuration_domino", "compat_domino", "statistics_domino", "anchors", "losses"},
-    {"correction_domino", "target_domino"},
+    {"configuration_domino", "compat_domino", "statistics_domino", "anchors", "losses", "training_arguments"},
+    {"correction_domino", "target_domino", "collator", "metrics"},
     {"candidate_generator_domino"},
     {"speculation_domino"},
     {"modeling_domino"},

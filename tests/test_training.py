@@ -8,8 +8,8 @@ import torch
 from conftest import MASK, make_draft, make_target, make_tokenizer
 
 from modeling_domino import DominoForSpeculativeDraft, DominoTrainer, DominoTrainingArguments
+from modeling_domino.collator import BlockCollator
 from modeling_domino.data import PackedRows, regenerate, row_lengths
-from modeling_domino.training import BlockCollator
 
 
 def rows(count: int = 6, length: int = 20) -> list[dict]:
