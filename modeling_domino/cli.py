@@ -98,12 +98,15 @@ def prepare(
     device: Annotated[str | None, typer.Option(help="Torch device; the first accelerator, else the CPU.")] = None,
 ) -> None:
     """Lets the target answer prompts, and writes the training data of a draft."""
-    from .loading import load_target
+    from .loading import load_outline, load_target
     from .preparation import Preparation
     from .preparation import prepare as run
 
     with _plain_errors():
-        model, tokenizer = load_target(target, dtype=dtype, device=device)
+        if endpoint and not features:
+            model, tokenizer = load_outline(target)
+        else:
+            model, tokenizer = load_target(target, dtype=dtype, device=device)
         asked = Preparation(
             prompts=prompts,
             output=output,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_target(
@@ -31,10 +31,19 @@ def load_target(
     return target.to(device or default_device()), tokenizer
 
 
+def load_outline(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target without its weights (on the meta device), and its tokenizer: enough where a server does the work."""
+    if Path(name).suffix == ".gguf":
+        return load_target(name, device="cpu")  # its configuration comes out of the same file
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
+    return target.eval(), AutoTokenizer.from_pretrained(name)
+
+
 def default_device() -> torch.device:
     """The first accelerator, else the CPU."""
     accelerator = torch.accelerator.current_accelerator()
     return torch.device("cpu") if accelerator is None else accelerator
 
 
-__all__ = ["default_device", "load_target"]
+__all__ = ["default_device", "load_outline", "load_target"]

@@ -16,7 +16,9 @@ import pytest
 import torch
 from conftest import MASK, free_port, make_target
 from test_data import chat_tokenizer
+from typer.testing import CliRunner
 
+from modeling_domino.cli import app
 from modeling_domino.features import RowsWithFeatures, feature_bytes, write_features
 from modeling_domino.preparation import Preparation, prepare
 from modeling_domino.regeneration import ServerAnswers, read_responses, write_responses
@@ -302,15 +304,14 @@ def test_transformers_serve_answers_as_the_target_does(tmp_path, prompts):
                     break
             time.sleep(0.3)
         url = f"http://127.0.0.1:{port}/v1"
-        served = prepare(
-            asked(prompts, tmp_path / "served", endpoint=url, endpoint_model=str(model), concurrency=2),
-            target,
-            tokenizer,
-        )
+        command = ["prepare", str(model), "--prompts", prompts, "--output", str(tmp_path / "served")]
+        options = ["--endpoint", url, "--concurrency", "2", "--max-new-tokens", "8", "--mask-token-id", str(MASK)]
+        result = CliRunner().invoke(app, [*command, *options])
+        assert result.exit_code == 0, result.output
     finally:
         server.terminate()
         server.wait()
     local = rows_of(prepare(asked(prompts, tmp_path / "local"), target, tokenizer))
-    served = rows_of(served)
+    served = rows_of(tmp_path / "served")
     assert served.keys() == local.keys()
     assert all(served[name]["input_ids"] == local[name]["input_ids"] for name in local)
