@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="outputs/quickstart", help="folder of the draft")
     parser.add_argument("--prompts", type=int, default=216, help="training prompts the target answers")
     parser.add_argument("--answer-tokens", type=int, default=64, help="longest training answer")
-    parser.add_argument("--steps", type=int, default=360, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=320, help="optimizer steps")
     parser.add_argument(
         "--eval-prompts", type=int, default=24, help="prompts about other things that τ is pooled over"
     )
