@@ -34,16 +34,16 @@ class Blocks:
     weights: Tensor
 
 
-def anchor_generator(seed: int, epoch: int, input_ids: list[int] | Tensor) -> torch.Generator:
+def seeded_generator(seed: int, time: int, token_ids: list[int] | Tensor) -> torch.Generator:
     """
-    The source of a row's anchors in an epoch.
+    Randomness for some tokens at a time: of a row's anchors in an epoch, or of the sampled vocabulary in a step.
 
     It depends on nothing else, neither on the batch a row comes in nor on the process, so every distribution of the
     same rows trains on the same blocks, and a resumed run on those of an uninterrupted one. A row is known by its
     tokens.
     """
-    ids = torch.as_tensor(input_ids, dtype=torch.int64).numpy().tobytes()
-    digest = hashlib.blake2b(ids, digest_size=8, key=f"{seed}/{epoch}".encode()).digest()
+    ids = torch.as_tensor(token_ids, dtype=torch.int64).cpu().numpy().tobytes()
+    digest = hashlib.blake2b(ids, digest_size=8, key=f"{seed}/{time}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
@@ -189,7 +189,6 @@ def flex_block_mask(anchors: Tensor, document_ids: Tensor, block_size: int, slid
 __all__ = [
     "PADDING",
     "Blocks",
-    "anchor_generator",
     "block_attention_mask",
     "block_mask_mod",
     "build_blocks",
@@ -197,4 +196,5 @@ __all__ = [
     "flex_block_mask",
     "positions_in_documents",
     "sample_anchors",
+    "seeded_generator",
 ]

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
-from .anchors import PADDING, anchor_generator, build_blocks, sample_anchors
+from .anchors import PADDING, build_blocks, sample_anchors, seeded_generator
 from .configuration_domino import DominoConfig
 from .losses import position_weights
 
@@ -56,7 +56,7 @@ class BlockCollator:
             sample_anchors(
                 torch.as_tensor(row["loss_mask"]),
                 self.num_anchors,
-                anchor_generator(self.seed, self._epoch.value, row["input_ids"]),
+                seeded_generator(self.seed, self._epoch.value, row["input_ids"]),
                 torch.as_tensor(document),
             )
             for row, document in zip(rows, documents, strict=True)

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 from torch.utils.data import Subset
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.utils import logging
 
 from .configuration_domino import DominoConfig
 from .data import PackedRows
@@ -16,8 +15,6 @@ from .features import RowsWithFeatures
 from .modeling_domino import DominoForSpeculativeDraft
 from .training import DominoTrainer, DominoTrainingArguments
 
-
-logger = logging.get_logger(__name__)
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 

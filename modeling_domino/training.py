@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer
 
-from .anchors import PADDING, Blocks, block_attention_mask, flex_block_mask, positions_in_documents
+from .anchors import PADDING, Blocks, block_attention_mask, flex_block_mask, positions_in_documents, seeded_generator
 from .collator import BlockCollator, NewAnchorsEachEpoch
 from .configuration_domino import DominoConfig
 from .correction_domino import draft_block
@@ -68,7 +68,6 @@ class DominoTrainer(Trainer):
             self.target.to(args.device)
             self.borrowed = BorrowedTarget(target)  # where it is now
         self.add_callback(NewAnchorsEachEpoch(collator))
-        self._vocabulary_generator = torch.Generator().manual_seed(args.seed)
         self._sums: dict[bool, WindowMetrics] = {
             True: WindowMetrics(),
             False: WindowMetrics(),
@@ -210,9 +209,9 @@ class DominoTrainer(Trainer):
         """What the draft's forward pass computes of its logits; everything flat over the positions of all blocks."""
         labels, lm_head, offset = blocks.labels.flatten(), self.borrowed.logits, None
         if self.args.sampled_softmax is not None and sampled:
-            vocabulary, offset = sample_vocabulary(
-                labels, len(w2), self.args.sampled_softmax, self._vocabulary_generator
-            )
+            # From the step and its labels, and no running state: a resumed run draws what an uninterrupted one does.
+            generator = seeded_generator(self.args.seed, self.state.global_step, labels)
+            vocabulary, offset = sample_vocabulary(labels, len(w2), self.args.sampled_softmax, generator)
             labels, w2 = torch.searchsorted(vocabulary, labels), w2[vocabulary]
             lm_head = partial(self.borrowed.logits, vocabulary=vocabulary)
         return two_term_loss(

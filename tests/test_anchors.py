@@ -8,13 +8,13 @@ from torch.nn.attention.flex_attention import create_mask
 from modeling_domino import DominoTrainer
 from modeling_domino.anchors import (
     PADDING,
-    anchor_generator,
     block_attention_mask,
     block_mask_mod,
     build_blocks,
     eligible_anchors,
     positions_in_documents,
     sample_anchors,
+    seeded_generator,
 )
 
 
@@ -43,7 +43,7 @@ def test_anchors_follow_from_seed_epoch_and_row_alone():
     row, loss_mask = list(range(5, 70)), torch.ones(65)
 
     def draw(*key):
-        return sample_anchors(loss_mask, 8, anchor_generator(*key)).tolist()
+        return sample_anchors(loss_mask, 8, seeded_generator(*key)).tolist()
 
     assert draw(0, 0, row) == draw(0, 0, torch.tensor(row, dtype=torch.int32))
     assert draw(0, 0, row) != draw(0, 1, row)

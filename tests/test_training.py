@@ -155,10 +155,12 @@ def losses_of(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_a_resumed_run_gives_the_losses_and_weights_of_an_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("sampled_softmax", [None, 4])
+def test_a_resumed_run_gives_the_losses_and_weights_of_an_uninterrupted_one(tmp_path, sampled_softmax):
     def run(folder, resume=None, **overrides):
         target = make_target()
         options = {"max_steps": 8, "num_anchors": 3, "logging_steps": 1, "save_strategy": "steps", "save_steps": 4}
+        options["sampled_softmax"] = sampled_softmax
         args = arguments(folder, **options, logging_first_step=True, **overrides)
         trainer = DominoTrainer(make_draft(target), target, args, train_dataset=rows(6))
         trainer.train(resume_from_checkpoint=resume)
