@@ -75,6 +75,9 @@ def read_recipe(path: str | Path, overrides: list[str] = ()) -> tuple[Recipe, Do
         for key in outer:
             place = place.setdefault(key, {})
         place[last] = yaml.safe_load(value)
+    for name in ("eval_strategy", "save_strategy", "logging_strategy"):
+        if values.get(name) is False:
+            values[name] = "no"  # YAML 1.1 reads a bare `no` as false
     parser = HfArgumentParser((Recipe, DominoTrainingArguments))
     try:
         return parser.parse_dict(_numbers(values))

@@ -25,7 +25,7 @@ LEVELS = [
     {"speculation_domino"},
     {"modeling_domino"},
     {"data", "features", "loading"},
-    {"regeneration", "training"},
+    {"evaluation", "regeneration", "training"},
     {"preparation", "recipes"},
     {"cli"},
 ]

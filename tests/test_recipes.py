@@ -70,6 +70,13 @@ def test_flags_override_lines_and_reach_into_the_draft(tmp_path):
     assert (arguments.learning_rate, arguments.max_steps, arguments.sampled_softmax) == (6e-4, 7, 9)
 
 
+def test_a_bare_no_means_no(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("target: t\ndataset: d\noutput_dir: o\nuse_cpu: true\neval_strategy: no\n")
+    _, arguments = read_recipe(path, ["--save_strategy", "no"])
+    assert arguments.eval_strategy.value == "no" and arguments.save_strategy.value == "no"
+
+
 @pytest.mark.parametrize(
     ("values", "overrides", "words"),
     [
