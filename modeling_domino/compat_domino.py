@@ -146,8 +146,9 @@ def _move_stop_strings(target, arguments: dict) -> None:
 class _WithCandidates:
     """The target as the loop sees it for one call: itself, but for where candidates come from."""
 
-    def __init__(self, target, session):
+    def __init__(self, target, session, device):
         self._target, self._session = target, session
+        self.device = device  # of the ids: a target whose first weights are offloaded says "meta"
 
     def __getattr__(self, name: str):
         return getattr(self._target, name)
@@ -169,7 +170,9 @@ def assisted_decoding(target, input_ids: Tensor, session, generation_config: Gen
     # guard is armed by this weight; at exactly 1 the rule is the lossless one (generation/utils.py, 5.24).
     generation_config.assistant_ensemble_weight = 1.0
     loop = type(target)._assisted_decoding
-    return loop(_WithCandidates(target, session), input_ids, generation_config=generation_config, **kwargs)
+    return loop(
+        _WithCandidates(target, session, input_ids.device), input_ids, generation_config=generation_config, **kwargs
+    )
 
 
 def is_stateful(target) -> bool:
