@@ -5,11 +5,21 @@ owns everything before it: which context rows are new, one block of drafted toke
 It is also the oracle that faster loops are compared with.
 """
 
+from collections.abc import Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
@@ -20,7 +30,20 @@ from .target_domino import BorrowedTarget, Taps
 
 @dataclass
 class AssistedSession:
-    """One generate call: draft, target, taps, options and what happened."""
+    """
+    One generate call.
+
+    Args:
+        draft, target, taps: Who drafts, what it borrows, and where hidden states come from.
+        stopping_criteria: Of the call.
+        num_assistant_tokens: K.
+        confidence_threshold: A block ends with a token of a smaller draft probability.
+        target_cache: Of the call.
+        cached_rows: Positions it held before the call.
+        placeholders: Prompt positions without ids, which stand in front of the ids that the generator gets.
+        own_processors: The caller's own, which may keep a state.
+        recorder: What happened.
+    """
 
     draft: torch.nn.Module
     target: BorrowedTarget
@@ -28,13 +51,42 @@ class AssistedSession:
     stopping_criteria: StoppingCriteriaList
     num_assistant_tokens: int
     confidence_threshold: float
+    target_cache: Cache
+    cached_rows: int = 0
+    placeholders: int = 0
+    own_processors: list[LogitsProcessor] = field(default_factory=list)
     recorder: RoundRecorder = field(default_factory=RoundRecorder)
+    generator: "DominoCandidateGenerator | None" = None
 
     def make_candidate_generator(
         self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList
     ) -> "DominoCandidateGenerator":
         """What compat_domino.py asks for when the loop starts."""
-        return DominoCandidateGenerator(self, generation_config, logits_processor)
+        self.generator = DominoCandidateGenerator(self, generation_config, logits_processor)
+        return self.generator
+
+
+@dataclass
+class DraftContext:
+    """
+    What a draft knows of the positions in a target's cache, kept on that cache: a caller who passes it to another call
+    (a second turn, copies of a common prefix) passes this on too.
+
+    Args:
+        draft_id: Of the draft that wrote it.
+        cache: Its keys and values.
+        rows: Positions they cover, padding included.
+        pending: Context hidden states of the positions after these, [1, n, taps · H].
+    """
+
+    draft_id: str
+    cache: Cache
+    rows: int
+    pending: Tensor | None
+
+    @property
+    def total_rows(self) -> int:
+        return self.rows + (0 if self.pending is None else self.pending.shape[1])
 
 
 class DominoCandidateGenerator(CandidateGenerator):
@@ -67,8 +119,11 @@ class DominoCandidateGenerator(CandidateGenerator):
             for criterion in session.stopping_criteria
             if not _is_left_to_the_loop(criterion, generation_config)
         )
-        self.cache = DynamicCache()
-        self.context_rows = 0
+        known = getattr(session.target_cache, "draft_context", None)
+        if known and (known.draft_id, known.total_rows) == (self.draft.draft_id, session.cached_rows):
+            self.context = known
+        else:  # of what the cache holds the draft has seen nothing: its context starts after it
+            self.context = DraftContext(self.draft.draft_id, DynamicCache(), session.cached_rows, None)
         self.length = 0
         self.drafted: list[int] | None = None
 
@@ -88,6 +143,7 @@ class DominoCandidateGenerator(CandidateGenerator):
         if is_first_iteration:
             return input_ids, None
         self.length = input_ids.shape[1]
+        self._see_verified_rows(self.length - 1)
         self.generation_config.max_length = self.max_length
         # The target adds a token of its own to every round, so the last one needs no draft.
         room = min(self.session.num_assistant_tokens, self.max_length - self.length - 1)
@@ -104,21 +160,31 @@ class DominoCandidateGenerator(CandidateGenerator):
         if self.drafted is not None:
             self.session.recorder.add(self.drafted, input_ids[0, self.length :].tolist())
 
+    def remember(self) -> None:
+        """Leaves what the draft knows on the target's cache; called when the loop has ended."""
+        self._see_verified_rows(int(self.session.target_cache.get_seq_length()))
+        self.session.target_cache.draft_context = self.context
+
+    def _see_verified_rows(self, verified: int) -> None:
+        """Takes the hidden states of the last pass, without those of rejected tokens."""
+        context = self.context
+        rows = self.session.taps.take()[:, : verified - context.total_rows]
+        context.pending = rows if context.pending is None else torch.cat([context.pending, rows], dim=1)
+
     def _predicting_hidden_states(self, input_ids: Tensor, model_kwargs: dict) -> Tensor:
         """Backbone on [anchor, MASK, ...] after appending the newly verified rows to the draft's cache, [1, K, H]."""
         draft, target = self.draft, self.session.target
         slots = draft.config.block_size
         verified = self.length - 1
-        context = self.session.taps.take()[:, : verified - self.context_rows]
+        first, context = self.context.rows, self.context.pending
         positions = model_kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(self.length, device=input_ids.device)[None]
-        context_positions = positions[:, self.context_rows : verified]
+        context_positions = positions[:, first:verified]
         mask = model_kwargs.get("attention_mask")
-        if self.context_rows == 0 and mask is not None:  # left padding is no context
-            real = mask[0, :verified].bool()
+        if self.drafted is None and mask is not None:  # the prompt's rows: left padding is no context
+            real = mask[0, first:verified].bool()
             context, context_positions = context[:, real.to(context.device)], context_positions[:, real]
-        self.context_rows = verified
 
         block_ids = torch.full((1, slots), draft.config.mask_token_id, device=input_ids.device)
         block_ids[:, 0] = input_ids[:, -1]
@@ -127,8 +193,9 @@ class DominoCandidateGenerator(CandidateGenerator):
             self._to_draft(target.embed(block_ids))[:, None],
             self._to_draft(context),
             torch.cat([context_positions, block_positions], dim=-1).to(draft.device),
-            cache=self.cache,
+            cache=self.context.cache,
         )
+        self.context.rows, self.context.pending = verified, None
         return draft.predicting_slots(hidden_states)[:, 0]
 
     def _draft(self, input_ids: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -141,7 +208,9 @@ class DominoCandidateGenerator(CandidateGenerator):
             nonlocal ids
             scores = logits.to(input_ids.device, torch.float32)
             if self.logits_processor:
-                scores = self.logits_processor(ids, scores)
+                # The first drafted token of a call follows a verified prefix, as in plain generation.
+                with refuse_stateful(self.session.own_processors) if self.drafted is None else nullcontext():
+                    scores = self.logits_processor(ids, scores)
             if do_sample:
                 scores = sharpen(scores, self.draft_temperature)
                 q_logits.append(scores)
@@ -168,7 +237,8 @@ class DominoCandidateGenerator(CandidateGenerator):
         target agrees. The bonus token that the loop adds is cut by the length limit of this round. The draft must not
         end before that token: whether it stops would then depend on a token that was drawn and dropped, a bias."""
         scores = _UnverifiedScores() if self.generation_config.output_scores else None
-        if not self.stopping_criteria or not bool(self.stopping_criteria(ids, scores).all()):
+        visible = ids[:, self.session.placeholders :]
+        if not self.stopping_criteria or not bool(self.stopping_criteria(visible, scores).all()):
             return False
         self.generation_config.max_length = ids.shape[1]
         return True
@@ -194,6 +264,35 @@ def _is_left_to_the_loop(criterion: StoppingCriteria, generation_config: Generat
     if isinstance(criterion, EosTokenCriteria):
         return set(criterion.eos_token_id.tolist()) == set(token_ids(generation_config.eos_token_id))
     return isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria))
+
+
+@contextmanager
+def refuse_stateful(processors: list[LogitsProcessor]):
+    """
+    Watches whether processors change when they are called.
+
+    Raises:
+        ValueError: One did: it would count drafted tokens that are rejected later.
+    """
+
+    def state(value):
+        if isinstance(value, Tensor):
+            return id(value), value._version
+        return (id(value), len(value)) if isinstance(value, Sized) and not isinstance(value, str) else value
+
+    def states(processor) -> dict:
+        return {name: state(value) for name, value in getattr(processor, "__dict__", {}).items()}
+
+    before = [states(processor) for processor in processors]
+    yield
+    for processor, known in zip(processors, before, strict=True):
+        now = states(processor)
+        if changed := [name for name in now if name not in known or now[name] != known[name]]:
+            raise ValueError(
+                f"The logits processor `{type(processor).__name__}` keeps a state (`{changed[0]}` changed when it was "
+                "called), which rejected drafts would spoil: let it depend on `input_ids` alone, or drop "
+                "`assistant_model`."
+            )
 
 
 def token_ids(value: int | list[int] | Tensor | None) -> list[int]:

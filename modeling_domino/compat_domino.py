@@ -14,7 +14,14 @@ import functools
 import inspect
 
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from torch.nn import functional as F
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 
 MARK = "_speculation_door"
@@ -159,20 +166,75 @@ class _WithCandidates:
     def _get_candidate_generator(self, generation_config, logits_processor, **_):
         return self._session.make_candidate_generator(generation_config, logits_processor)
 
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, is_first_iteration=False, **kwargs):
+        # The loop's first pass takes the whole prompt, also where the caller's cache holds the start of it.
+        if is_first_iteration and self._session.cached_rows:
+            next_sequence_length = input_ids.shape[1] - self._session.cached_rows
+        return self._target.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=next_sequence_length, is_first_iteration=is_first_iteration, **kwargs
+        )
 
-def assisted_decoding(target, input_ids: Tensor, session, generation_config: GenerationConfig, **kwargs):
+
+class _WithoutPlaceholders:
+    """A list of processors or criteria that sees the ids which plain generation would show it."""
+
+    def __init__(self, inner, placeholders: int):
+        self._inner, self._placeholders = inner, placeholders
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return self._inner(input_ids[:, self._placeholders :], scores, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+
+def assisted_decoding(
+    target,
+    input_ids: Tensor,
+    session,
+    generation_config: GenerationConfig,
+    *,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    **kwargs,
+):
     """transformers' own assisted-decoding loop, with candidates from `session.make_candidate_generator`.
 
     transformers picks candidate generators by class name inside a private method, so the loop is given a view of the
-    target that answers that one method itself.
+    target that answers that one method itself. The loop also counts positions by ids, so a prompt that has more
+    positions than ids (`inputs_embeds`, or only the new part of a conversation whose start is in the cache) gets
+    placeholders in front, which processors, criteria and the result do not show.
     """
     # The loop divides 0 by 0 when the draft's law equals the target's up to rounding and a token is rejected. Its
     # guard is armed by this weight; at exactly 1 the rule is the lossless one (generation/utils.py, 5.24).
     generation_config.assistant_ensemble_weight = 1.0
-    loop = type(target)._assisted_decoding
-    return loop(
-        _WithCandidates(target, session, input_ids.device), input_ids, generation_config=generation_config, **kwargs
+    if placeholders := session.placeholders:
+        input_ids = F.pad(input_ids, (placeholders, 0))
+        generation_config.max_length += placeholders
+        logits_processor = _WithoutPlaceholders(logits_processor, placeholders)
+        stopping_criteria = _WithoutPlaceholders(stopping_criteria, placeholders)
+    output = type(target)._assisted_decoding(
+        _WithCandidates(target, session, input_ids.device),
+        input_ids,
+        generation_config=generation_config,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        **kwargs,
     )
+    if not placeholders:
+        return output
+    if isinstance(output, Tensor):
+        return output[:, placeholders:]
+    output.sequences = output.sequences[:, placeholders:]
+    return output
+
+
+def prompt_positions(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict) -> int:
+    """Positions of the prompt, those in the cache included: `input_ids` may hold only the rest, or be empty."""
+    known = [input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")]
+    lengths = [tensor.shape[1] for tensor in known if tensor is not None]
+    # generate() drops a mask without padding, and notes how long it was.
+    return max(*lengths, getattr(generation_config, "_mask_length", 0))
 
 
 def is_stateful(target) -> bool:
@@ -180,4 +242,12 @@ def is_stateful(target) -> bool:
     return target._is_stateful
 
 
-__all__ = ["assisted_decoding", "find_speculator", "install", "is_installed", "is_stateful", "uninstall"]
+__all__ = [
+    "assisted_decoding",
+    "find_speculator",
+    "install",
+    "is_installed",
+    "is_stateful",
+    "prompt_positions",
+    "uninstall",
+]

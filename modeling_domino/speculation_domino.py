@@ -5,15 +5,19 @@ plain generation. Everything that would not be lossless is refused here, before 
 """
 
 from dataclasses import dataclass
+from uuid import uuid4
 
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.logits_process import (
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from .candidate_generator_domino import AssistedSession, token_ids
-from .compat_domino import assisted_decoding, install, is_stateful
+from .compat_domino import assisted_decoding, install, is_stateful, prompt_positions
 from .statistics_domino import LastGeneration
 from .target_domino import BorrowedTarget
 
@@ -23,6 +27,7 @@ install()
 CROPPABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Rows that the field pads an embedding to; a larger difference means another vocabulary.
 MAX_PADDING_ROWS = 512
+STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 OTHER_ASSISTANTS = (
     "prompt_lookup_num_tokens",
     "use_mtp",
@@ -52,6 +57,7 @@ class SpeculationMixin:
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.decoding = DecodingOptions()
+        self.draft_id = uuid4().hex
         self.head_enabled = True
         self.last_generation: LastGeneration | None = None
 
@@ -101,6 +107,7 @@ class SpeculationMixin:
         limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
         # A criterion of the caller replaces the one that generate() makes of its own length.
         generation_config.max_length = min(limits, default=generation_config.max_length)
+        cache = model_kwargs["cache"]
         with borrowed.tap(self.config.target_layer_ids) as taps:
             session = AssistedSession(
                 draft=self,
@@ -109,6 +116,10 @@ class SpeculationMixin:
                 stopping_criteria=stopping_criteria,
                 num_assistant_tokens=num_assistant_tokens or most,
                 confidence_threshold=assistant_confidence_threshold or 0.0,
+                own_processors=[p for p in logits_processor if not type(p).__module__.startswith("transformers.")],
+                target_cache=cache,
+                cached_rows=int(cache.get_seq_length()),
+                placeholders=prompt_positions(input_ids, generation_config, model_kwargs) - input_ids.shape[1],
             )
             output = assisted_decoding(
                 target,
@@ -120,6 +131,7 @@ class SpeculationMixin:
                 streamer=streamer,
                 **model_kwargs,
             )
+            session.generator.remember()
         self.last_generation = session.recorder.summary("assisted", "transformers' assisted-decoding loop")
         return output
 
@@ -159,13 +171,12 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
         )
     if not generation_config.use_cache:
         raise ValueError("`use_cache=False`: verification needs the target's cache; leave it on with a Domino draft.")
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("`inputs_embeds` prompts are not supported with a Domino draft: pass `input_ids`.")
-    if any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in logits_processor):
-        raise ValueError(
-            f"`guidance_scale={generation_config.guidance_scale}` keeps a state of its own per token and would change "
-            "tokens when some are rejected: drop it or drop `assistant_model`."
-        )
+    for processor in logits_processor:
+        if isinstance(processor, STATEFUL_PROCESSORS):
+            raise ValueError(
+                f"`{type(processor).__name__}` keeps a state from token to token, which rejected drafts would spoil: drop "
+                "it or drop `assistant_model`."
+            )
     cache = model_kwargs.get("cache")
     if cache is None or not cache.is_croppable:
         raise ValueError(
@@ -173,10 +184,11 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
             f"{generation_config.cache_implementation!r}`), which cannot be cropped after a rejected token: use the "
             "default cache or `cache_implementation='static'`."
         )
-    if cache.get_seq_length() > 0:
+    cached, positions = int(cache.get_seq_length()), prompt_positions(input_ids, generation_config, model_kwargs)
+    if cached >= positions > 0:
         raise ValueError(
-            f"The cache already holds {int(cache.get_seq_length())} tokens, whose hidden states the draft has not seen: "
-            "pass the whole conversation as `input_ids` without `cache`."
+            f"The cache already holds {cached} tokens and the prompt has {positions} with those: nothing is left to "
+            "read. Pass the whole conversation as `input_ids`, or an `attention_mask` that covers the cached part too."
         )
 
 

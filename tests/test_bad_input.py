@@ -14,6 +14,7 @@ from transformers import (
     MambaForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -82,6 +83,9 @@ def test_mask_token_that_the_call_uses(kind, ids, target, prompt, draft):
         generate(target, prompt, draft, **{f"{kind}_token_id": ids})
 
 
+SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
+
+
 @pytest.mark.parametrize(
     "kwargs, words",
     [
@@ -92,10 +96,14 @@ def test_mask_token_that_the_call_uses(kind, ids, target, prompt, draft):
         ({"assistant_ensemble_weight": 0.5}, ("`assistant_ensemble_weight=0.5`", "drop it or drop `assistant_model`")),
         ({"assistant_early_exit": 2}, ("`assistant_early_exit=2`", "drop it or drop `assistant_model`")),
         ({"use_mtp": True}, ("`use_mtp=True`", "drop it or drop `assistant_model`")),
-        ({"guidance_scale": 1.5}, ("`guidance_scale=1.5`", "drop it or drop `assistant_model`")),
+        (
+            {"guidance_scale": 1.5},
+            ("`UnbatchedClassifierFreeGuidanceLogitsProcessor` keeps a state", "drop it or drop"),
+        ),
         ({"penalty_alpha": 0.6, "top_k": 4}, ("`contrastive_search`", "greedily or by sampling")),
         ({"dola_layers": "low"}, ("`dola_generation`", "greedily or by sampling")),
         ({"force_words_ids": [[3]]}, ("`constrained_beam_search`", "greedily or by sampling")),
+        ({"watermarking_config": SYNTH_ID}, ("`SynthIDTextWatermarkLogitsProcessor` keeps a state", "drop it or")),
         ({"use_cache": False}, ("`use_cache=False`", "leave it on")),
         ({"custom_generate": lambda model, **kwargs: None}, ("`custom_generate`", "Drop `custom_generate`")),
         ({"assistant_tokenizer": object()}, ("`assistant_tokenizer`", "Drop `assistant_tokenizer`")),
@@ -127,16 +135,41 @@ def test_batch_of_two(target, prompt, draft):
         generate(target, prompt.repeat(2, 1), draft)
 
 
-def test_inputs_embeds(target, prompt, draft):
-    with refused(target, "`inputs_embeds`", "pass `input_ids`"):
-        generate(target, None, draft, inputs_embeds=target.get_input_embeddings()(prompt))
+class Counting:
+    """A processor of a user that depends on how often it was called."""
+
+    def __init__(self, how: str):
+        self.how, self.calls, self.seen, self.tensor = how, 0, [], torch.zeros(3)
+
+    def __call__(self, input_ids, scores):
+        if self.how == "number":
+            self.calls += 1
+        elif self.how == "list":
+            self.seen.append(input_ids.tolist())
+        elif self.how == "tensor":
+            self.tensor.add_(1)
+        elif self.how == "new attribute" and input_ids.shape[1] > 6:
+            self.late = True
+        return scores
 
 
-def test_cache_that_already_holds_tokens(target, prompt, draft):
-    cache = DynamicCache(config=target.config)
-    target(prompt[:, :4], cache=cache)
-    with refused(target, "already holds 4 tokens", "whole conversation as `input_ids`"):
-        generate(target, prompt, draft, cache=cache)
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(
+    "how, attribute", [("number", "calls"), ("list", "seen"), ("tensor", "tensor"), ("new attribute", "late")]
+)
+def test_processors_that_keep_a_state_are_refused_before_a_draft_misleads_them(
+    how, attribute, do_sample, target, prompt, draft
+):
+    processor = Counting(how)
+    with pytest.raises(ValueError, match=f"`Counting` keeps a state \\(`{attribute}` changed"):
+        generate(target, prompt, draft, logits_processor=[processor], do_sample=do_sample)
+    assert processor.calls <= 2 and [len(ids[0]) for ids in processor.seen] in ([], [6, 7])
+
+
+def test_processors_without_a_state_are_kept(target, prompt, draft):
+    text = generate(target, prompt)
+    assert generate(target, prompt, draft, logits_processor=[Counting("never")]).tolist() == text.tolist()
+    assert generate(target, prompt, draft, logits_processor=[lambda ids, scores: scores]).tolist() == text.tolist()
 
 
 def test_empty_cache_of_the_caller_is_used(target, prompt, draft):

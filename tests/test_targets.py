@@ -67,7 +67,6 @@ def test_weights_that_stay_in_int8(prompt):
     target = make_architecture("llama")
     quantization.quantize_(target, quantization.Int8WeightOnlyConfig())
     assert type(target.lm_head.weight) is not torch.nn.Parameter
-    draft = make_draft(target)
     check(target, prompt)
 
 
