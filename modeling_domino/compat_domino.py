@@ -120,34 +120,41 @@ def speculative_generate(original, target, draft, **arguments):
                 f"`{name}` cannot be combined with a Domino draft as `assistant_model`: the draft brings its own "
                 f"decoding and shares the target's tokenizer. Drop `{name}`."
             )
-    arguments.pop("assistant_model")
-    config = arguments.get("generation_config")
+    arguments.pop("assistant_model", None)
     # generate() fills unset options with defaults meant for other assistants, so what the caller set is read first.
-    options = {}
-    for name in ("num_assistant_tokens", "assistant_confidence_threshold"):
-        given = (arguments.get(name), getattr(config, name, None), getattr(target.generation_config, name, None))
-        options[name] = next((value for value in given if value is not None), None)
+    names = ("num_assistant_tokens", "assistant_confidence_threshold")
+    options = {name: _asked_for(name, target, arguments) for name in names}
     streamer = arguments.get("streamer")
-    _move_stop_strings(target, arguments)
+    _use_tokenizer(target, arguments)
     return original(
         target, custom_generate=functools.partial(draft.speculate, streamer=streamer, **options), **arguments
     )
 
 
-def _move_stop_strings(target, arguments: dict) -> None:
-    """generate() drops `tokenizer` before it builds a callable's criteria, so the criterion is built here."""
-    tokenizer = arguments.pop("tokenizer", None)
+def _asked_for(name: str, target, arguments: dict):
+    """An option as generate() reads it: the argument, else the call's generation config, else the target's."""
     configs = (arguments.get("generation_config"), target.generation_config)
-    given = (arguments.get("stop_strings"), *(getattr(config, "stop_strings", None) for config in configs))
-    stop_strings = next((value for value in given if value is not None), None)
-    if tokenizer is None or stop_strings is None:
-        return  # without a tokenizer generate() says what is missing
-    arguments["stop_strings"] = None  # an argument wins over both configs
-    criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
-    # As in generate(), a criterion of the caller replaces the one that the option would make.
-    if not any(isinstance(criterion, StopStringCriteria) for criterion in criteria):
-        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
-    arguments["stopping_criteria"] = criteria
+    given = (arguments.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in given if value is not None), None)
+
+
+def _use_tokenizer(target, arguments: dict) -> None:
+    """generate() drops `tokenizer` before it uses it for a callable's call, so what needs it is done here."""
+    tokenizer = arguments.pop("tokenizer", None)
+    if tokenizer is None:
+        return  # generate() says what is missing
+    if _asked_for("token_healing", target, arguments):
+        name = "inputs" if arguments.get("inputs") is not None else "input_ids"
+        arguments[name] = target.heal_tokens(arguments[name], tokenizer)
+        arguments["token_healing"] = False
+    stop_strings = _asked_for("stop_strings", target, arguments)
+    if stop_strings is not None:
+        arguments["stop_strings"] = None  # an argument wins over both configs
+        criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+        # As in generate(), a criterion of the caller replaces the one that the option would make.
+        if not any(isinstance(criterion, StopStringCriteria) for criterion in criteria):
+            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=stop_strings))
+        arguments["stopping_criteria"] = criteria
 
 
 class _WithCandidates:

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from .candidate_generator_domino import AssistedSession, token_ids
-from .compat_domino import assisted_decoding, install, is_stateful, prompt_positions
+from .compat_domino import assisted_decoding, install, is_stateful, prompt_positions, speculative_generate
 from .statistics_domino import LastGeneration
 from .target_domino import BorrowedTarget
 
@@ -60,6 +60,19 @@ class SpeculationMixin:
         self.draft_id = uuid4().hex
         self.head_enabled = True
         self.last_generation: LastGeneration | None = None
+
+    def assist(self, target: PreTrainedModel, **arguments):
+        """
+        `target.generate(assistant_model=self, ...)` by another way, which needs no change of generate().
+
+        Args:
+            target: The model whose output is kept.
+            arguments: Of generate(), by name.
+
+        Returns:
+            What generate() returns.
+        """
+        return speculative_generate(type(target).generate, target, self, **arguments)
 
     def speculate(
         self,

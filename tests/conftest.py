@@ -47,6 +47,17 @@ TARGETS = {
 }
 
 
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run tests that take minutes")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="takes minutes: pytest --slow"))
+
+
 def make_target(kind: str = "llama", seed: int = 0, **overrides):
     """A random target of the given architecture, in float32."""
     config_class, model_class = TARGETS[kind]

@@ -1,0 +1,102 @@
+"""Every row of the README's table, with a random draft and with one that is rigged to be right."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import MASK, make_draft, make_rigged, make_target
+from support import ARGUMENTS, OTHERS, README, Call, Listener, readme_with_table
+
+
+NEW = 14
+
+
+@pytest.fixture(scope="module")
+def call():
+    target = make_target("qwen2", seed=9, attn_implementation="eager")
+    torch.manual_seed(226)
+    prompt = torch.randint(3, MASK, (1, 6))
+    text = target.generate(prompt, max_new_tokens=NEW, do_sample=False)
+    return Call(target, prompt, text[0, 6:].tolist())
+
+
+def run(call: Call, options: dict, draft=None):
+    options = {"max_new_tokens": NEW, "do_sample": False, **options}
+    if "generation_config" in options:
+        options.pop("max_new_tokens")
+    prompt = options.pop("prompt", call.prompt)
+    if options["max_new_tokens" if "max_new_tokens" in options else "do_sample"] is None:
+        options.pop("max_new_tokens")
+    if "inputs_embeds" in options:
+        prompt = None
+    return target_output(call.target.generate(prompt, assistant_model=draft, **options)), options
+
+
+def target_output(output) -> dict:
+    return {"sequences": output} if isinstance(output, torch.Tensor) else dict(output)
+
+
+def assert_same(ours: dict, plain: dict) -> None:
+    """The same fields with the same ids; numbers within the rounding of wider matrix products."""
+    assert ours["sequences"].tolist() == plain["sequences"].tolist()
+    assert set(ours) == set(plain)
+    for name in set(plain) - {"sequences", "cache"}:
+        torch.testing.assert_close(ours[name], plain[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("argument", [a for a in ARGUMENTS if not a.refused], ids=lambda argument: argument.name)
+def test_works(argument, call):
+    plain, options = run(call, argument.build(call))
+    heard = options.get("streamer")
+    prompt = torch.tensor([[]], dtype=torch.long) if "inputs_embeds" not in options else call.prompt
+    text = torch.cat([prompt[0], plain["sequences"][0]])
+    for draft in (make_rigged(call.target, text, right=4), make_draft(call.target)):
+        ours, options = run(call, argument.build(call), draft)
+        assert_same(ours, plain)
+        assert draft.last_generation.path == "assisted"
+        if heard is not None:
+            assert isinstance(heard, Listener) and heard.ends == options["streamer"].ends == 1
+            assert options["streamer"].tokens == heard.tokens == plain["sequences"][0].tolist()
+
+
+@pytest.mark.parametrize("argument", [a for a in ARGUMENTS if a.refused], ids=lambda argument: argument.name)
+def test_refused(argument, call):
+    passes = []
+    hook = call.target.register_forward_pre_hook(lambda *_: passes.append(1))
+    try:
+        with pytest.raises(ValueError, match=argument.refused):
+            run(call, argument.build(call), make_draft(call.target))
+    finally:
+        hook.remove()
+    assert not passes
+
+
+def test_every_argument_of_generate_is_in_the_table(call):
+    """Also those to come: a new transformers that adds one makes this fail."""
+    known = " ".join(argument.name for argument in ARGUMENTS)
+    signature = set(inspect.signature(type(call.target).generate).parameters)
+    covered_elsewhere = {
+        "self",
+        "inputs",
+        "kwargs",
+        "assistant_model",
+        "custom_generate",  # test_door.py
+        "negative_prompt_ids",  # of guidance
+        "negative_prompt_attention_mask",
+        "use_model_defaults",
+    }
+    missing = [name for name in signature - covered_elsewhere if name not in known]
+    assert not missing
+
+
+def test_rows_with_tests_of_their_own_have_them():
+    for rows in OTHERS.values():
+        for row in rows:
+            file, _, name = row.test.partition("::")
+            source = (Path(__file__).parent / file).read_text(encoding="utf-8")
+            assert f"def {name}(" in source or not name, row
+
+
+def test_the_readme_shows_this_table():
+    assert README.read_text(encoding="utf-8") == readme_with_table(), "run: python tests/support.py"
