@@ -100,3 +100,39 @@ def test_rows_with_tests_of_their_own_have_them():
 
 def test_the_readme_shows_this_table():
     assert README.read_text(encoding="utf-8") == readme_with_table(), "run: python tests/support.py"
+
+
+def test_processors_see_every_verified_prefix_with_the_logits_of_plain_decoding(call):
+    def recorder(seen: dict):
+        def record(ids, scores):
+            seen.setdefault(tuple(ids[0].tolist()), []).append(scores[0].clone())
+            return scores
+
+        return record
+
+    plain, ours = {}, {}
+    text, _ = run(call, {"logits_processor": [recorder(plain)]})
+    draft = make_rigged(call.target, text["sequences"][0], right=2)
+    run(call, {"logits_processor": [recorder(ours)]}, draft)
+    assert len(plain) == NEW and set(plain) <= set(ours)
+    for prefix, (scores,) in plain.items():
+        torch.testing.assert_close(ours[prefix][-1], scores, atol=1e-4, rtol=0)  # the last look is the target's
+
+
+def test_one_seed_gives_one_text(call):
+    draft = make_draft(call.target)
+    texts = []
+    for seed in (1, 1, 2, 3):
+        torch.manual_seed(seed)
+        texts.append(run(call, {"do_sample": True, "temperature": 2.0}, draft)[0]["sequences"].tolist())
+    assert texts[0] == texts[1] and len({str(text) for text in texts}) > 1
+
+
+def test_a_threshold_holds_for_its_own_call_only(call):
+    draft = make_draft(call.target)
+    run(call, {}, draft)
+    whole = draft.last_generation.drafted_per_round
+    run(call, {"assistant_confidence_threshold": 0.9999}, draft)
+    assert set(draft.last_generation.drafted_per_round) <= {0, 1}
+    run(call, {}, draft)
+    assert draft.last_generation.drafted_per_round == whole

@@ -181,39 +181,37 @@ def hooks_of(target) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in target.modules())
 
 
+def state(target, draft) -> tuple:
+    """Names on all modules of the target, and all configurations."""
+    return (
+        {name: set(vars(module)) for name, module in target.named_modules()},
+        [config.to_dict() for config in (target.config, target.generation_config, draft.config)],
+    )
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["prefill", "round", "nowhere"])
-def test_taps_are_gone_after_the_call_however_it_ends(where, target, draft, prompt):
-    during = []
+def test_nothing_is_left_on_the_target_however_the_call_ends(where, error, target, draft, prompt):
+    plain(target, prompt)
+    before, during = state(target, draft), []
 
     def processor(input_ids, scores):
         during.append(hooks_of(target))
         if (where == "prefill" and len(during) == 1) or (where == "round" and input_ids.shape[1] > 10):
-            raise InterruptedError
+            raise error
         return scores
 
     call = functools.partial(plain, target, prompt, assistant_model=draft, logits_processor=[processor])
     if where == "nowhere":
-        call()
+        call(num_assistant_tokens=3, assistant_confidence_threshold=0.1)
     else:
-        with pytest.raises(InterruptedError):
+        with pytest.raises(error):
             call()
         assert draft.last_generation is None
     assert set(during) == {len(draft.config.target_layer_ids)}
     assert hooks_of(target) == 0
+    assert state(target, draft) == before
     assert_decodes(target, prompt, draft, draft)
-
-
-def test_nothing_is_set_on_the_target_or_its_configs(target, draft, prompt):
-    def state():
-        return (
-            {name: set(vars(module)) for name, module in target.named_modules()},
-            [config.to_dict() for config in (target.config, target.generation_config, draft.config)],
-        )
-
-    plain(target, prompt)
-    before = state()
-    plain(target, prompt, assistant_model=draft, num_assistant_tokens=3, assistant_confidence_threshold=0.1)
-    assert state() == before
 
 
 class Parallel(torch.nn.Module):
