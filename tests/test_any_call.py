@@ -6,7 +6,7 @@ import pytest
 import torch
 from architectures import make_architecture
 from conftest import MASK, PAD, make_draft, make_rigged
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support import ARGUMENTS, Call
 from test_arguments import assert_same, target_output
@@ -96,7 +96,8 @@ class Tally:
 
 def run(examples: int) -> None:
     tally = Tally()
-    common = {"deadline": None, "derandomize": True, "database": None}
+    phases = (Phase.generate, Phase.shrink)
+    common = {"deadline": None, "derandomize": True, "database": None, "phases": phases}
     search = settings(max_examples=examples, suppress_health_check=list(HealthCheck), **common)(
         given(calls())(lambda drawn: tally.check(drawn))
     )

@@ -60,15 +60,15 @@ def sweep(kind: str, block: int, right: int, shift_label: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block", range(1, 9))
-def test_stops_inside_blocks_that_are_right(kind, block):
-    sweep(kind, block, right=block, shift_label=block % 2 == 0)
+@pytest.mark.parametrize("block, right", [*((block, block) for block in range(1, 9)), (5, 0), (5, 2), (4, 2)])
+def test_stops_inside_blocks(kind, block, right):
+    sweep(kind, block, right, shift_label=block % 2 == 0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shift_label", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", range(1, 9))
-def test_stops_inside_blocks_that_are_right_for_any_number_of_tokens(kind, block, shift_label):
+def test_stops_inside_blocks_with_any_number_of_right_tokens(kind, block, shift_label):
     for right in range(block + 1):
         sweep(kind, block, right, shift_label)

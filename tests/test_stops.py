@@ -3,13 +3,12 @@
 import pytest
 import torch
 from conftest import MASK, PAD, make_draft, make_rigged, make_target, make_tokenizer
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StopStringCriteria
+from support import ForceAt, Listener, StopAt
+from transformers import GenerationConfig, StoppingCriteria, StopStringCriteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
 
 
 NEW = 14
-OFFSETS = range(NEW)
 ALIGNMENTS = pytest.mark.parametrize("shift_label", [True, False])
 
 
@@ -42,38 +41,6 @@ def tokenizer():
     return make_tokenizer()
 
 
-class StopAt(StoppingCriteria):
-    def __init__(self, token: int):
-        self.token = token
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids[:, -1] == self.token
-
-
-class ForceAt(LogitsProcessor):
-    """Only `token` is possible at position `length`."""
-
-    def __init__(self, length: int, token: int):
-        self.length, self.token = length, token
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] != self.length:
-            return scores
-        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
-
-
-class Listener(BaseStreamer):
-    def __init__(self):
-        self.tokens, self.ends = [], 0
-
-    def put(self, value):
-        assert self.ends == 0
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ends += 1
-
-
 def rounds_of(new_tokens: int, gained: int) -> int:
     """Prefill gives one token, then each round gains at most the right ones and the target's own."""
     return -(-(new_tokens - 1) // (gained + 1))
@@ -101,17 +68,6 @@ def assisted(target, prompt, draft, **kwargs):
         assert drafted <= remaining - 1
         remaining -= gained
     return ids, stats
-
-
-@ALIGNMENTS
-@pytest.mark.parametrize("right", [0, 2, 5])
-@pytest.mark.parametrize("offset", OFFSETS)
-def test_eos_at_every_offset(shift_label, right, offset, target, prompt, text, new):
-    draft = make_rigged(target, text, right, shift_label=shift_label)
-    ids, stats = assisted(target, prompt, draft, eos_token_id=new[offset])
-    stop = new.index(new[offset]) + 1
-    assert ids == new[:stop]
-    assert stats.rounds == rounds_of(stop, min(right, most(shift_label)))
 
 
 @pytest.mark.parametrize("offsets", [(3, 4), (9, 5, 7), (0, 13)])
@@ -179,33 +135,12 @@ def test_eos_tokens_as_a_tensor(target, prompt, text, new):
     assert ids == new[:5]
 
 
-@ALIGNMENTS
-@pytest.mark.parametrize("right", [2, 5])
-@pytest.mark.parametrize("offset", OFFSETS)
-def test_stopping_criterion_at_every_offset(shift_label, right, offset, target, prompt, text, new):
-    draft = make_rigged(target, text, right, shift_label=shift_label)
-    ids, stats = assisted(target, prompt, draft, stopping_criteria=[StopAt(new[offset])])
-    stop = new.index(new[offset]) + 1
-    assert ids == new[:stop]
-    assert stats.rounds == rounds_of(stop, min(right, most(shift_label)))
-
-
 def test_a_criterion_that_only_a_wrong_draft_meets_does_not_stop(target, prompt, text, new):
     wrong = (new[3] + 1) % MASK
     assert wrong not in new
     ids, stats = assisted(target, prompt, make_rigged(target, text, 2), stopping_criteria=[StopAt(wrong)])
     assert ids == new and stats.rounds == rounds_of(NEW, 2)
     assert stats.drafted_per_round[:2] == (3, 5)  # the first block ended with the token that met it
-
-
-@pytest.mark.parametrize("offset", OFFSETS)
-def test_stop_string_at_every_offset(offset, target, prompt, text, new, tokenizer):
-    """Its last letter is the token at the offset, its first the one before."""
-    stop_string = tokenizer.decode(new[max(offset - 1, 0) : offset + 1])
-    draft = make_rigged(target, text, 5)
-    ids, stats = assisted(target, prompt, draft, tokenizer=tokenizer, stop_strings=stop_string)
-    assert ids == new[: offset + 1]
-    assert stats.rounds == rounds_of(offset + 1, 5)
 
 
 @pytest.mark.parametrize("own, given, argument", [(3, None, None), (3, None, 5), (3, 5, None), (None, 3, 5)])
@@ -249,9 +184,8 @@ def steering(new: list[int]) -> dict[str, dict]:
     }
 
 
-@ALIGNMENTS
 @pytest.mark.parametrize("name", steering([0] * NEW))
-def test_logits_processors(shift_label, name, target, prompt, new):
+def test_logits_processors(name, target, prompt, new, shift_label=False):
     kwargs = steering(new)[name]
     plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False, **kwargs)[0]
     assert plain[6:].tolist() != new
