@@ -8,10 +8,10 @@ from conftest import SIZES
 # Name: configuration class, model class, and what differs from `SIZES`.
 ARCHITECTURES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "llama, tied, head with bias": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
-    "mistral, sliding window": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 8}),
+    "llama (tied, head with bias)": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mistral (sliding window)": ("MistralConfig", "MistralForCausalLM", {"sliding_window": 8}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
-    "qwen2, sliding and full layers": (
+    "qwen2 (sliding and full layers)": (
         "Qwen2Config",
         "Qwen2ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
@@ -40,8 +40,8 @@ ARCHITECTURES = {
     "cohere": ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.25}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {}),
     "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "falcon, alibi": ("FalconConfig", "FalconForCausalLM", {"alibi": True, "new_decoder_architecture": False}),
-    "llava, text half": ("LlavaConfig", "LlavaForConditionalGeneration", {}),
+    "falcon (alibi)": ("FalconConfig", "FalconForCausalLM", {"alibi": True, "new_decoder_architecture": False}),
+    "llava (text half)": ("LlavaConfig", "LlavaForConditionalGeneration", {}),
 }
 
 

@@ -233,7 +233,7 @@ def table() -> str:
     for group, others in OTHERS.items():
         works = ", ".join(row.name for row in others if not row.refused)
         rows.append((group, works, ", ".join(row.name for row in others if row.refused)))
-    lines = ["| | works | refused before the first token |", "|---|---|---|"]
+    lines = ["| | works | refused, in one sentence |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
 
 

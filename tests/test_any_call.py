@@ -12,7 +12,7 @@ from support import ARGUMENTS, Call
 from test_arguments import assert_same, target_output
 
 
-KINDS = ["llama", "mistral, sliding window", "gemma3", "gpt2", "bloom", "granite", "qwen3-moe"]
+KINDS = ["llama", "mistral (sliding window)", "gemma3", "gpt2", "bloom", "granite", "qwen3-moe"]
 FREE = [argument for argument in ARGUMENTS if argument.free and not argument.refused]
 LONGEST = 18
 

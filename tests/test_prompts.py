@@ -20,7 +20,7 @@ def rounds_of(new_tokens: int, gained: int) -> int:
     return -(-(new_tokens - 1) // (gained + 1))
 
 
-KINDS = ["llama", "mistral, sliding window", "gemma3", "gpt2", "bloom"]
+KINDS = ["llama", "mistral (sliding window)", "gemma3", "gpt2", "bloom"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from reference import first_block
 
 
 # Without scaling or soft-capping of logits, which test_model.py checks on their own.
-KINDS = ["llama", "qwen3", "mistral, sliding window", "gpt2", "bloom", "phi3", "olmo2", "llava, text half"]
+KINDS = ["llama", "qwen3", "mistral (sliding window)", "gpt2", "bloom", "phi3", "olmo2", "llava (text half)"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
