@@ -27,7 +27,11 @@ install()
 CROPPABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Rows that the field pads an embedding to; a larger difference means another vocabulary.
 MAX_PADDING_ROWS = 512
-STATEFUL_PROCESSORS = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+# And the options that make them.
+STATEFUL_PROCESSORS = {
+    UnbatchedClassifierFreeGuidanceLogitsProcessor: "guidance_scale",
+    SynthIDTextWatermarkLogitsProcessor: "watermarking_config",
+}
 OTHER_ASSISTANTS = (
     "prompt_lookup_num_tokens",
     "use_mtp",
@@ -185,10 +189,12 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
     if not generation_config.use_cache:
         raise ValueError("`use_cache=False`: verification needs the target's cache; leave it on with a Domino draft.")
     for processor in logits_processor:
-        if isinstance(processor, STATEFUL_PROCESSORS):
+        if (option := STATEFUL_PROCESSORS.get(type(processor))) is not None:
+            value = getattr(generation_config, option, None)
+            given = f"{option}={value}" if isinstance(value, int | float) else option
             raise ValueError(
-                f"`{type(processor).__name__}` keeps a state from token to token, which rejected drafts would spoil: drop "
-                "it or drop `assistant_model`."
+                f"`{given}` makes a `{type(processor).__name__}`, which keeps a state from token to token that rejected "
+                "drafts would spoil: drop it or drop `assistant_model`."
             )
     cache = model_kwargs.get("cache")
     if cache is None or not cache.is_croppable:

@@ -60,7 +60,7 @@ def sweep(kind: str, block: int, right: int, shift_label: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("block, right", [*((block, block) for block in range(1, 9)), (5, 0), (5, 2), (4, 2)])
+@pytest.mark.parametrize("block, right", [*((block, block) for block in range(1, 9)), (5, 0), (5, 2), (4, 0), (4, 2)])
 def test_stops_inside_blocks(kind, block, right):
     sweep(kind, block, right, shift_label=block % 2 == 0)
 

@@ -184,8 +184,9 @@ def steering(new: list[int]) -> dict[str, dict]:
     }
 
 
+@ALIGNMENTS
 @pytest.mark.parametrize("name", steering([0] * NEW))
-def test_logits_processors(name, target, prompt, new, shift_label=False):
+def test_logits_processors(shift_label, name, target, prompt, new):
     kwargs = steering(new)[name]
     plain = target.generate(prompt, max_new_tokens=NEW, do_sample=False, **kwargs)[0]
     assert plain[6:].tolist() != new
