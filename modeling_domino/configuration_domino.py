@@ -2,8 +2,8 @@
 
 `DominoConfig()` is the paper's draft for Qwen3-8B. `DominoConfig.from_target` derives one for any decoder-only
 target. A configuration read from a file, ours or the public layout (`model_type: qwen3` with a nested
-`dflash_config`), must name its alignment (`shift_label`, `pure_draft_prefix_len`): a wrong guess decodes one
-position off, without any error.
+`dflash_config`), must name all that nothing else would contradict (alignment, block, mask token, rope base): a wrong
+guess gives the target's text all the same, only slowly.
 """
 
 import difflib
@@ -19,7 +19,10 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 DOMINO_PROJECTORS = ("domino", "causal_v5")
-ALIGNMENT_KEYS = ("shift_label", "pure_draft_prefix_len")
+# What a file must say: no shape of a tensor and no error would tell of a wrong default.
+REQUIRED_KEYS = ("shift_label", "pure_draft_prefix_len", "block_size", "mask_token_id")
+# Other frameworks' lists of taps, which count the embedding output as 0.
+ONE_BASED_TAPS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
 
 
 @strict
@@ -203,7 +206,7 @@ class DominoConfig(Qwen3Config):
             if name not in overrides:
                 fields[name] = inherit(name, default)
         if "rope_parameters" not in overrides:
-            theta = _rope_theta(text)
+            theta = _rope_theta(vars(text))
             if theta is None:
                 theta = 10_000.0
                 invented.append(f"rope_theta={theta:g}")
@@ -227,20 +230,35 @@ class DominoConfig(Qwen3Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Reads our layout or the public one; a layout without its alignment keys is an error, never a default."""
+        """
+        Reads our layout or the public one.
+
+        Raises:
+            ValueError: The file leaves out alignment, block size, mask token or rope base, which are never guessed, or
+                lists its taps in another framework's way.
+        """
         config_dict = read_public_layout(config_dict)
-        missing = [key for key in ALIGNMENT_KEYS if config_dict.get(key) is None]
+        missing = [key for key in REQUIRED_KEYS if config_dict.get(key) is None]
+        if _rope_theta(config_dict) is None:
+            missing.append("rope_theta")
         if missing:
             raise ValueError(
-                f"The draft's configuration lacks {' and '.join(f'`{key}`' for key in missing)}: which token a slot "
-                "predicts cannot be guessed. Add the values the draft was trained with (public Domino drafts: "
-                "`shift_label: true`, `pure_draft_prefix_len: 1`)."
+                f"The draft's configuration lacks {' and '.join(f'`{key}`' for key in missing)}, which cannot be "
+                "guessed: a wrong value decodes slowly, without any error. Add the values the draft was trained with "
+                "(public Domino drafts for Qwen3: `shift_label: true`, `pure_draft_prefix_len: 1`, `block_size: 16`, "
+                "`mask_token_id: 151669`, `rope_theta: 1000000`)."
             )
+        for key in ONE_BASED_TAPS:
+            if key in config_dict:
+                raise ValueError(
+                    f"`{key}: {config_dict[key]}` counts the embedding output as 0; a Domino draft names its taps in "
+                    "`target_layer_ids`, where 0 is the first decoder layer: subtract one from each and rename the key."
+                )
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def from_json_file(cls, json_file):
-        """As `from_dict`, so that no way of reading a file guesses its alignment."""
+        """As `from_dict`, so that no way of reading a file guesses."""
         return cls.from_dict(cls._dict_from_json_file(json_file))
 
 
@@ -310,11 +328,11 @@ def read_public_layout(config_dict: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _rope_theta(text_config: PreTrainedConfig) -> float | None:
-    """The target's rope base; that of its full-attention layers where each layer type has its own."""
-    parameters = getattr(text_config, "rope_parameters", None) or {}
+def _rope_theta(config: dict[str, Any]) -> float | None:
+    """The rope base; that of the full-attention layers where each layer type has its own. New place, then old."""
+    parameters = config.get("rope_parameters") or {}
     parameters = parameters.get("full_attention") or parameters
-    return parameters.get("rope_theta")
+    return parameters.get("rope_theta") or config.get("rope_theta")
 
 
 DominoConfig.register_for_auto_class()

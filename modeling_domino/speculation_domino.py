@@ -201,7 +201,7 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
         raise ValueError(
             f"The cache is a {type(cache).__name__} (`cache_implementation="
             f"{generation_config.cache_implementation!r}`), which cannot be cropped after a rejected token: use the "
-            "default cache or `cache_implementation='static'`."
+            "default cache (no `cache_implementation`) or drop `assistant_model`."
         )
     cached, positions = int(cache.get_seq_length()), prompt_positions(input_ids, generation_config, model_kwargs)
     if cached >= positions > 0:

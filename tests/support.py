@@ -152,6 +152,11 @@ ARGUMENTS = [
     Argument("a `cache` from an earlier turn", turn_on_cache, free=False),
     Argument("`cache_implementation='dynamic'`", lambda c: {"cache_implementation": "dynamic"}, free=False),
     Argument("`cache_implementation='static'`", lambda c: {"cache_implementation": "static"}, free=False),
+    Argument(
+        "its deprecated names (`'hybrid_chunked'`)",
+        lambda c: {"cache_implementation": "hybrid_chunked"},
+        free=False,
+    ),
     Argument("`prefill_chunk_size` (the prompt is read in one piece)", lambda c: {"prefill_chunk_size": 2}),
     Argument("`compile_config`", lambda c: {"compile_config": CompileConfig(), "disable_compile": True}),
     Argument("`num_assistant_tokens`", lambda c: {"num_assistant_tokens": 2}),
@@ -183,6 +188,12 @@ ARGUMENTS = [
         "cannot be cropped",
         free=False,
     ),
+    Argument(
+        "`cache_implementation='paged'`",
+        lambda c: {"cache_implementation": "paged"},
+        "assistant_model is not supported for continuous batching",
+        free=False,
+    ),
     Argument("`use_cache=False`", lambda c: {"use_cache": False}, "leave it on", free=False),
     Argument("contrastive search", lambda c: {"penalty_alpha": 0.6, "top_k": 4}, "`contrastive_search`", free=False),
     Argument("DoLa", lambda c: {"dola_layers": "low"}, "`dola_generation`", free=False),
@@ -200,6 +211,11 @@ OTHERS = {
         Elsewhere("`device_map` with modules on disk", "test_targets.py::test_a_target_offloaded_to_disk"),
         Elsewhere("a head without `.weight`", "test_targets.py::test_a_head_without_a_weight"),
         Elsewhere("float32, bfloat16, float16 in any mix", "test_targets.py::test_any_mix_of_dtypes"),
+        Elsewhere(
+            "a static cache longer than a sliding window",
+            "test_targets.py::test_a_static_cache_that_slides_is_refused",
+            refused=True,
+        ),
         Elsewhere(
             "encoder-decoders", "test_bad_input.py::test_architectures_that_cannot_be_rolled_back", refused=True
         ),

@@ -107,7 +107,7 @@ SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
         ({"use_cache": False}, ("`use_cache=False`", "leave it on")),
         ({"custom_generate": lambda model, **kwargs: None}, ("`custom_generate`", "Drop `custom_generate`")),
         ({"assistant_tokenizer": object()}, ("`assistant_tokenizer`", "Drop `assistant_tokenizer`")),
-        ({"cache": FrozenCache()}, ("FrozenCache", "cannot be cropped", "`cache_implementation='static'`")),
+        ({"cache": FrozenCache()}, ("FrozenCache", "cannot be cropped", "use the default cache")),
         (
             {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}},
             ("QuantizedCache", "`cache_implementation='quantized'`", "use the default cache"),

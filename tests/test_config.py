@@ -226,18 +226,28 @@ def test_mask_token_cannot_be_left_to_chance():
         DominoConfig.from_target(LlamaConfig(**SIZES))
 
 
-@pytest.mark.parametrize("key", ["shift_label", "pure_draft_prefix_len"])
+@pytest.mark.parametrize("key", ["shift_label", "pure_draft_prefix_len", "block_size", "mask_token_id", "rope_theta"])
 @pytest.mark.parametrize("layout", ["ours", "public"])
-def test_file_that_lacks_its_alignment_is_refused(key, layout, tmp_path):
+def test_file_that_leaves_out_what_no_tensor_tells_is_refused(key, layout, tmp_path):
     if layout == "ours":
-        fields = {name: value for name, value in DominoConfig().to_dict().items() if name != key}
+        fields = DominoConfig().to_dict()
+        (fields["rope_parameters"] if key == "rope_theta" else fields).pop(key)
     else:
         fields = nested(**{key: None})
-    words = f"lacks `{key}`: which token a slot predicts cannot be guessed"
+        fields.pop(key, None)
+    words = f"lacks `{key}`, which cannot be guessed"
     with pytest.raises(ValueError, match=words):
         DominoConfig.from_dict(fields)
     with pytest.raises(ValueError, match=words):
         DominoConfig.from_pretrained(write(tmp_path, fields))
+    with pytest.raises(ValueError, match=words):
+        DominoForSpeculativeDraft.from_pretrained(write(tmp_path, fields))
+
+
+@pytest.mark.parametrize("key", ["aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids"])
+def test_taps_that_count_the_embedding_are_refused(key):
+    with pytest.raises(ValueError, match=rf"`{key}: \[2, 3\]` counts the embedding output as 0.*subtract one"):
+        DominoConfig.from_dict({**PUBLIC, key: [2, 3]})
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,30 @@ def test_a_target_offloaded_to_disk(prompt, tmp_path):
     assert check(offloaded, prompt).tolist() == text.tolist()
 
 
+@pytest.mark.parametrize("implementation", ["static", "sliding_window"])
+def test_a_static_cache_that_slides_is_refused(implementation, prompt):
+    """It overwrites the rows that a rejected token would need back; as long as the window is longer, it works."""
+    target = make_architecture("mistral (sliding window)")
+    window = target.config.sliding_window
+    options = {"cache_implementation": implementation, "do_sample": False}
+    short = {**options, "max_new_tokens": window - prompt.shape[1]}
+    plain = target.generate(prompt, **short)
+    assert target.generate(prompt, assistant_model=make_draft(target), **short).tolist() == plain.tolist()
+    with pytest.raises(ValueError, match=f"implementation='{implementation}'.*cannot be cropped.*default cache"):
+        target.generate(prompt, assistant_model=make_draft(target), max_new_tokens=NEW, **options)
+    assert check(target, prompt).shape[1] > window
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="offloaded caches need a CUDA device")
+@pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
+def test_offloaded_caches(implementation, prompt):
+    target = make_architecture("llama").cuda()
+    text = greedy(target, prompt.cuda(), cache_implementation=implementation)
+    draft = make_draft(target).cuda()
+    assert greedy(target, prompt.cuda(), draft, cache_implementation=implementation).tolist() == text.tolist()
+
+
 @pytest.mark.parametrize("draft_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_any_mix_of_dtypes(prompt, dtype, draft_dtype):
