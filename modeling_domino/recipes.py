@@ -14,6 +14,7 @@ from .data import PackedRows
 from .features import RowsWithFeatures
 from .modeling_domino import DominoForSpeculativeDraft
 from .training import DominoTrainer, DominoTrainingArguments
+from .warm_start import start_from_target
 
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
@@ -30,7 +31,9 @@ class Recipe:
         eval_dataset: Another one; or a share of `dataset` with `eval_share`.
         eval_share: Share of the rows held out for evaluation, the same ones in every run.
         draft: Fields of `DominoConfig`, such as `block_size` and `num_hidden_layers`.
-        init_from: Draft to start from (Hub id or folder) instead of a new one; `draft` must then be empty.
+        layers_from: Target layers that the layers of a new draft start as copies of, instead of at random.
+        init_from: Draft to go on from (Hub id or folder) instead of a new one; of `draft` only `block_size` may then
+            be given, the one field that no weight depends on and that may grow during training.
         features: Whether to use the cached features of `dataset`: auto (when they are there), always, never.
         pack_length: Puts rows side by side into rows of at most so many training tokens; None leaves them apart.
         dtype: Of the target.
@@ -42,6 +45,7 @@ class Recipe:
     eval_dataset: str | None = None
     eval_share: float = 0.0
     draft: dict = field(default_factory=dict)
+    layers_from: list[int] | None = None
     init_from: str | None = None
     features: str = "auto"
     pack_length: int | None = None
@@ -51,8 +55,12 @@ class Recipe:
     def __post_init__(self):
         if self.features not in ("auto", "always", "never"):
             raise ValueError(f"`features` is {self.features!r}, expected 'auto', 'always' or 'never'.")
-        if self.init_from and self.draft:
-            raise ValueError(f"`init_from` brings its own configuration: leave out `draft` ({sorted(self.draft)}).")
+        other = sorted(set(self.draft) - {"block_size"}) + ["layers_from"] * bool(self.layers_from)
+        if self.init_from and other:
+            raise ValueError(
+                f"`init_from` brings its own configuration and weights: leave out {', '.join(f'`{n}`' for n in other)} "
+                "(only `draft.block_size` may change)."
+            )
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"`eval_share` is {self.eval_share}, expected a share in [0, 1).")
 
@@ -127,10 +135,12 @@ def build_trainer(
         FileNotFoundError: No prepared data in the folder.
     """
     if recipe.init_from:
-        draft = DominoForSpeculativeDraft.from_pretrained(recipe.init_from, dtype="float32")
+        draft = DominoForSpeculativeDraft.from_pretrained(recipe.init_from, dtype="float32", **recipe.draft)
     else:
         set_seed(arguments.seed)  # the same new draft on every process and in every run
         draft = DominoForSpeculativeDraft(DominoConfig.from_target(target.config, tokenizer=tokenizer, **recipe.draft))
+        if recipe.layers_from:
+            start_from_target(draft, target, recipe.layers_from)
     draft.set_attn_implementation(recipe.attn_implementation)
     training = _rows(recipe.dataset, recipe, target, draft.config)
     evaluation = None

@@ -24,7 +24,7 @@ LEVELS = [
     {"candidate_generator_domino"},
     {"speculation_domino"},
     {"modeling_domino"},
-    {"data", "features", "loading"},
+    {"data", "features", "loading", "warm_start"},
     {"evaluation", "regeneration", "training"},
     {"preparation", "recipes"},
     {"cli"},

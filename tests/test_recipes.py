@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import MASK, free_port
+import torch
+from architectures import make_architecture
+from conftest import MASK, free_port, make_target
 from test_data import chat_tokenizer
 from test_preparation import speaker
 from transformers.trainer_utils import SchedulerType
@@ -85,7 +87,8 @@ def test_a_bare_no_means_no(tmp_path):
         ({}, ["--max_steps"], "`--max_steps` has no value"),
         ({}, ["max_steps", "3"], "`max_steps` stands alone"),
         ({"features": "maybe"}, [], "`features` is 'maybe'"),
-        ({"init_from": "x", "draft": {"block_size": 8}}, [], "`init_from` brings its own configuration"),
+        ({"init_from": "x", "draft": {"block_size": 8, "emb_dim": 4}}, [], "leave out `emb_dim` "),
+        ({"init_from": "x", "layers_from": [1]}, [], "`init_from` brings.*leave out `layers_from`"),
         ({"eval_share": 1.0}, [], "`eval_share` is 1.0"),
     ],
 )
@@ -232,6 +235,54 @@ def test_training_goes_on_from_another_draft(prepared, tmp_path):
     path = recipe_for(prepared, tmp_path, draft={}, init_from=str(tmp_path / "first"))
     second = build_trainer(*read_recipe(path), speaker(), chat_tokenizer()).model
     assert (first.fc.weight == second.fc.weight).all() and second.dtype == first.dtype
+    assert second.config.block_size == first.config.block_size == 4
+    longer = build_trainer(*read_recipe(path, ["--draft.block_size", "7"]), speaker(), chat_tokenizer())
+    assert (first.fc.weight == longer.model.fc.weight).all() and longer.model.config.block_size == 7
+    longer.save_model(str(tmp_path / "longer"))
+    assert DominoForSpeculativeDraft.from_pretrained(tmp_path / "longer").config.block_size == 7
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_layers_start_from_the_targets(kind, prepared, tmp_path):
+    """What a layer computes is then the target layer's, but for the norms of queries and keys that only Qwen3 has."""
+    target = make_target(kind, num_hidden_layers=5)
+    shape = {"block_size": 4, "num_hidden_layers": 2, "target_layer_ids": [1, 3], "mask_token_id": MASK}
+    path = recipe_for(prepared, tmp_path, draft=shape, layers_from=[0, 4], features="never")
+    draft = build_trainer(*read_recipe(path), target, chat_tokenizer()).model
+    for layer, layer_id in zip(draft.layers, (0, 4), strict=True):
+        theirs = target.model.layers[layer_id]
+        for name, weight in theirs.state_dict().items():
+            assert (layer.state_dict()[name] == weight).all(), name
+        if kind == "llama":
+            states = theirs.input_layernorm(torch.randn(500, target.config.hidden_size))
+            for part in ("q", "k"):
+                size = getattr(theirs.self_attn, f"{part}_proj")(states).square().mean().sqrt().item()
+                norm = getattr(layer.self_attn, f"{part}_norm").weight
+                assert norm.tolist() == pytest.approx([size] * len(norm), rel=0.1)
+    assert (draft.norm.weight == target.model.norm.weight).all()
+    assert len(draft.layers) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers_from", "draft", "words"),
+    [
+        ("llama", [1], {}, r"`layers_from` is \[1\], expected 2 ids .* from 0 to 4"),
+        ("llama", [1, 5], {}, r"`layers_from` is \[1, 5\], expected 2 ids .* from 0 to 4"),
+        (
+            "llama",
+            [1, 2],
+            {"intermediate_size": 40},
+            "layer 1 of LlamaForCausalLM, weight `mlp.gate_proj.weight` is of",
+        ),
+        ("gpt2", [1, 2], {}, "layer 1 of GPT2LMHeadModel, weight `self_attn.q_proj.weight` is missing"),
+    ],
+)
+def test_layers_that_cannot_be_copied_are_named(kind, layers_from, draft, words, prepared, tmp_path):
+    target = make_architecture("gpt2") if kind == "gpt2" else make_target(kind, num_hidden_layers=5)
+    shape = {"block_size": 4, "num_hidden_layers": 2, "target_layer_ids": [1, 3], "mask_token_id": MASK, **draft}
+    path = recipe_for(prepared, tmp_path, draft=shape, layers_from=layers_from, features="never")
+    with pytest.raises(ValueError, match=words):
+        build_trainer(*read_recipe(path), target, chat_tokenizer())
 
 
 def test_missing_data_and_missing_features_say_what_to_run(prepared, tmp_path):
