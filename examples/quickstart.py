@@ -38,7 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", default="outputs/quickstart", help="folder of the draft")
     parser.add_argument("--prompts", type=int, default=216, help="training prompts the target answers")
     parser.add_argument("--answer-tokens", type=int, default=64, help="longest training answer")
-    parser.add_argument("--steps", type=int, default=320, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=224, help="optimizer steps")
     parser.add_argument(
         "--eval-prompts", type=int, default=24, help="prompts about other things that τ is pooled over"
     )
@@ -117,10 +117,10 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
         args=DominoTrainingArguments(
             output_dir=arguments.output,
             max_steps=arguments.steps,
-            per_device_train_batch_size=4,
+            per_device_train_batch_size=8,
             learning_rate=6e-3,
             adam_beta2=0.95,
-            num_anchors=32,
+            num_anchors=16,
             loss_decay_gamma=1.0,
             sampled_softmax=512,
             loss_chunk_size=512,
