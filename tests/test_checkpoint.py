@@ -113,6 +113,13 @@ def test_save_load_save_changes_no_byte(load, name, draft, tmp_path):
     assert all(first[name] == (package / name).read_bytes() for name in SHIPPED)
 
 
+def test_decoding_leaves_nothing_of_the_target_in_what_is_saved(target, draft, prompt, tmp_path):
+    draft.save_pretrained(tmp_path / "before")
+    generate(target, prompt, draft)
+    draft.save_pretrained(tmp_path / "after")
+    assert files_of(tmp_path / "after") == files_of(tmp_path / "before")
+
+
 def test_sharded_checkpoint_loads(draft, tmp_path):
     draft.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
