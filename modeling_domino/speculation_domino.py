@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from uuid import uuid4
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.generation.logits_process import (
     SynthIDTextWatermarkLogitsProcessor,
@@ -110,6 +110,11 @@ class SpeculationMixin:
                 its output.
         """
         self.last_generation = None
+        keeps_no_cache = not generation_config.use_cache and model_kwargs.get("cache") is None
+        if keeps_no_cache:  # verification needs one for the length of this call; the caller gets none back
+            _refuse_records_of_whole_passes(generation_config)
+            generation_config.use_cache = model_kwargs["use_cache"] = True
+            model_kwargs["cache"] = DynamicCache(config=target.config.get_text_config(decoder=True))
         _check_call(target, input_ids, logits_processor, generation_config, model_kwargs)
         borrowed = BorrowedTarget(target)
         check_fit(self.config, target, borrowed, generation_config)
@@ -150,6 +155,8 @@ class SpeculationMixin:
             )
             session.generator.remember()
         self.last_generation = session.recorder.summary("assisted", "transformers' assisted-decoding loop")
+        if keeps_no_cache and not isinstance(output, Tensor):
+            output = type(output)(**{name: value for name, value in output.items() if name != "cache"})
         return output
 
 
@@ -186,8 +193,6 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
             f"The batch has {input_ids.shape[0]} rows (`num_return_sequences={generation_config.num_return_sequences}`); "
             "a Domino draft decodes one row per call: call generate() once for each."
         )
-    if not generation_config.use_cache:
-        raise ValueError("`use_cache=False`: verification needs the target's cache; leave it on with a Domino draft.")
     for processor in logits_processor:
         if (option := STATEFUL_PROCESSORS.get(type(processor))) is not None:
             value = getattr(generation_config, option, None)
@@ -209,6 +214,16 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
             f"The cache already holds {cached} tokens and the prompt has {positions} with those: nothing is left to "
             "read. Pass the whole conversation as `input_ids`, or an `attention_mask` that covers the cached part too."
         )
+
+
+def _refuse_records_of_whole_passes(generation_config) -> None:
+    """Without a cache every pass reads all tokens, and plain generate() returns the states of all of them each time."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(generation_config, name) and generation_config.return_dict_in_generate:
+            raise ValueError(
+                f"`{name}=True` with `use_cache=False` returns states of the whole text at every token, which a draft "
+                "does not compute: leave `use_cache` on, or drop `assistant_model`."
+            )
 
 
 def check_fit(config, target, borrowed: BorrowedTarget, generation_config) -> None:

@@ -104,7 +104,10 @@ SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
         ({"dola_layers": "low"}, ("`dola_generation`", "greedily or by sampling")),
         ({"force_words_ids": [[3]]}, ("`constrained_beam_search`", "greedily or by sampling")),
         ({"watermarking_config": SYNTH_ID}, ("`watermarking_config`", "SynthIDText", "keeps a state", "drop it or")),
-        ({"use_cache": False}, ("`use_cache=False`", "leave it on")),
+        (
+            {"use_cache": False, "output_attentions": True, "return_dict_in_generate": True},
+            ("`output_attentions=True`", "`use_cache=False`", "leave `use_cache` on"),
+        ),
         ({"custom_generate": lambda model, **kwargs: None}, ("`custom_generate`", "Drop `custom_generate`")),
         ({"assistant_tokenizer": object()}, ("`assistant_tokenizer`", "Drop `assistant_tokenizer`")),
         ({"cache": FrozenCache()}, ("FrozenCache", "cannot be cropped", "use the default cache")),
