@@ -228,12 +228,20 @@ def assisted_decoding(
         stopping_criteria=stopping_criteria,
         **kwargs,
     )
-    if not placeholders:
-        return output
     if isinstance(output, Tensor):
         return output[:, placeholders:]
     output.sequences = output.sequences[:, placeholders:]
+    if generation_config.prefill_chunk_size:
+        _keep_last_chunk(output, generation_config.prefill_chunk_size)
     return output
+
+
+def _keep_last_chunk(output, chunk_size: int) -> None:
+    """The loop reads the prompt in one piece; plain generate() returns the states of the last of its chunks."""
+    for name in ("hidden_states", "attentions"):
+        if records := getattr(output, name):
+            rows = (records[0][0].shape[-2] - 1) % chunk_size + 1
+            setattr(output, name, (tuple(layer[..., -rows:, :] for layer in records[0]), *records[1:]))
 
 
 def prompt_positions(input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict) -> int:

@@ -128,6 +128,15 @@ def test_processors_see_every_verified_prefix_with_the_logits_of_plain_decoding(
         torch.testing.assert_close(ours[prefix][-1], scores, atol=1e-4, rtol=0)  # the last look is the target's
 
 
+@pytest.mark.parametrize("size", [1, 4, 6, 100])
+def test_a_prompt_in_chunks_records_its_last_chunk(size, call):
+    options = {"prefill_chunk_size": size, "return_dict_in_generate": True, "output_hidden_states": True}
+    plain, _ = run(call, {**options, "output_attentions": True})
+    assert plain["hidden_states"][0][0].shape[1] == {1: 1, 4: 2, 6: 6, 100: 6}[size]
+    ours, _ = run(call, {**options, "output_attentions": True}, make_draft(call.target))
+    assert_same(ours, plain)
+
+
 def test_one_seed_gives_one_text(call):
     draft = make_draft(call.target)
     texts = []
