@@ -14,7 +14,7 @@ def start_from_target(draft: DominoForSpeculativeDraft, target: PreTrainedModel,
     Copies target layers into the draft's layers, in order, and the target's final norm into the draft's.
 
     The draft norms queries and keys (Qwen3). Where the target does not, these norms start at the size that its
-    queries and keys have for an input of unit size.
+    queries and keys have for an input of unit size. What the draft has no place for (biases, further norms) is left out.
 
     Args:
         draft: A new draft; its other weights stay.
