@@ -30,6 +30,7 @@ from modeling_domino.evaluation import (
     speedup,
 )
 from modeling_domino.loading import load_target
+from modeling_domino.packed_linear import pack_linears
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -41,6 +42,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128, help="of each turn")
     parser.add_argument("--num-assistant-tokens", type=int, help="K, drafted per round; all by default")
     parser.add_argument("--dtype", default="bfloat16", help="of target and draft")
+    parser.add_argument(
+        "--pack", action="store_true", help="lay weights out for products of few rows: float32 on a CPU"
+    )
     parser.add_argument("--ways", default="plain,head on,head off", help="which of them to decode")
     parser.add_argument("--processes", type=int, default=1, help="above 1: τ alone")
     parser.add_argument("--output", help="JSON file of everything measured")
@@ -54,6 +58,9 @@ def decode(arguments: argparse.Namespace, part: int) -> dict:
     logging.disable_progress_bar()
     target, tokenizer = load_target(arguments.target, dtype=arguments.dtype)
     draft = DominoForSpeculativeDraft.from_pretrained(arguments.draft, dtype=target.dtype).to(target.device)
+    if arguments.pack:
+        pack_linears(target)
+        pack_linears(draft.layers)
     k = arguments.num_assistant_tokens or draft.config.max_draft_tokens
     answer = partial(decode_conversation, target, tokenizer, max_new_tokens=arguments.max_new_tokens, do_sample=False)
     ways = {
@@ -105,7 +112,7 @@ def main() -> None:
     count = len(next(iter(results.values())))
     print(
         f"{Path(arguments.prompts).name}: {count} conversations, at most {arguments.max_new_tokens} new tokens a turn, "
-        f"greedy, {arguments.dtype}, {parts[0]['threads']} threads x {len(parts)} on {parts[0]['device']} "
+        f"greedy, {arguments.dtype}{', packed' if arguments.pack else ''}, {parts[0]['threads']} threads x {len(parts)} on {parts[0]['device']} "
         f"({platform.machine()}), torch {torch.__version__}; intervals: 95 %, bootstrap over conversations"
     )
     print("\n".join(lines))

@@ -23,6 +23,9 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16, for target and draft.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Torch device; the first accelerator, else the CPU.")] = None,
     num_assistant_tokens: Annotated[int | None, typer.Option(help="Tokens drafted per round; all by default.")] = None,
+    pack: Annotated[
+        bool, typer.Option(help="Lays the weights out for products of few rows: float32 on a CPU.")
+    ] = False,
 ) -> None:
     """Streams the target's answers, and prints acceptance length and tokens per second."""
     import torch
@@ -32,11 +35,15 @@ def generate(
     from .data import chat_ids
     from .loading import load_target
     from .modeling_domino import DominoForSpeculativeDraft
+    from .packed_linear import pack_linears
 
     logging.disable_progress_bar()
     with _plain_errors():
         model, tokenizer = load_target(target, dtype=dtype, device=device)
         drafter = DominoForSpeculativeDraft.from_pretrained(draft, dtype=model.dtype).to(model.device)
+        if pack:
+            pack_linears(model)
+            pack_linears(drafter.layers)
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
         for text in prompt or (line.strip() for line in sys.stdin if line.strip()):
             input_ids = torch.tensor([chat_ids(tokenizer, text)], device=model.device)

@@ -273,12 +273,15 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
         w1 = _dense(self.embed_proj[0])
         gru_input, gru_hidden = self._gru_weights()
         hidden = self.config.hidden_size
+        w2 = _dense(self.embed_proj[2])
+        if w2.device.type == "cpu" and w2.dtype == torch.float32:
+            w2 = w2.T.contiguous().T  # read column by column, the product with one row takes a third of the time
         return HeadWeights(
             gru_input=gru_input,
             gru_hidden=gru_hidden,
             w1_hidden=w1[:, :hidden],
             w1_state=w1[:, hidden:],
-            w2=_dense(self.embed_proj[2]),
+            w2=w2,
         )
 
     def _gru_weights(self) -> tuple[Tensor, Tensor]:

@@ -55,6 +55,12 @@ def test_generate_streams_the_targets_text_and_prints_its_numbers(folders):
         assert int(tokens) == NEW and float(tau) == pytest.approx((NEW - 1) / int(rounds), abs=0.005)
 
 
+def test_generate_with_packed_weights_gives_the_same_text(folders):
+    result = run(folders, "--prompt", "hello", "--pack", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert plain_text(folders[0], "hello") in result.output
+
+
 def test_generate_reads_prompts_from_standard_input_and_samples(folders):
     result = run(folders, "--temperature", "0.8", input="hello\n\npqr\n")
     assert result.exit_code == 0, result.output
@@ -65,6 +71,7 @@ def test_generate_reads_prompts_from_standard_input_and_samples(folders):
     ("options", "words"),
     [
         (["--num-assistant-tokens", "9", "--prompt", "ab"], "proposes 1 to 5 tokens"),
+        (["--pack", "--dtype", "bfloat16", "--prompt", "ab"], "Packing is for float32 on the CPU"),
         (["--draft", "the target's folder", "--prompt", "ab"], "lacks `shift_label`"),
     ],
 )

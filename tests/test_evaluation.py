@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import make_draft, make_rigged, make_target, make_tokenizer
 from test_data import chat_tokenizer
+from transformers.utils import logging
 
 from modeling_domino.data import chat_ids
 from modeling_domino.evaluation import (
@@ -118,7 +119,16 @@ def test_the_head_is_off_for_one_call_only(target):
     assert off.rounds < on.rounds
 
 
-def test_the_example_measures_all_three_ways(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def verbosity():
+    """The example silences transformers; tests after it read its warnings."""
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
+    logging.enable_progress_bar()
+
+
+def test_the_example_measures_all_three_ways(tmp_path, monkeypatch, capsys, verbosity):
     target = make_target(seed=6)
     target.save_pretrained(tmp_path / "target")
     make_tokenizer().save_pretrained(tmp_path / "target")
@@ -129,7 +139,9 @@ def test_the_example_measures_all_three_ways(tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("measure_draft", path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    command = f"measure {tmp_path}/target --draft {tmp_path}/draft --prompts {prompts} --limit 2 --dtype float32"
+    command = (
+        f"measure {tmp_path}/target --draft {tmp_path}/draft --prompts {prompts} --limit 2 --dtype float32 --pack"
+    )
     monkeypatch.setattr("sys.argv", [*command.split(), "--max-new-tokens", "12", "--output", f"{tmp_path}/out.json"])
     example.main()
     printed = capsys.readouterr().out
