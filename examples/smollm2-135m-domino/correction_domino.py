@@ -1,0 +1,1 @@
+../../modeling_domino/correction_domino.py

@@ -1,0 +1,1 @@
+../../modeling_domino/modeling_domino.py

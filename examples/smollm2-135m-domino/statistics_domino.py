@@ -1,0 +1,1 @@
+../../modeling_domino/statistics_domino.py

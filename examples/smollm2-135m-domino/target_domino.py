@@ -1,0 +1,1 @@
+../../modeling_domino/target_domino.py
