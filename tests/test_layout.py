@@ -19,7 +19,15 @@ SHIPPED = {name: path for name, path in MODULES.items() if name.endswith("_domin
 
 # From the bottom up: a file imports only from levels below its own.
 LEVELS = [
-    {"configuration_domino", "compat_domino", "statistics_domino", "anchors", "losses", "training_arguments"},
+    {
+        "configuration_domino",
+        "compat_domino",
+        "statistics_domino",
+        "anchors",
+        "losses",
+        "packed_linear",
+        "training_arguments",
+    },
     {"correction_domino", "target_domino", "collator", "metrics"},
     {"candidate_generator_domino"},
     {"speculation_domino"},
