@@ -214,7 +214,7 @@ def main() -> None:
     draft = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).to(target.device)
     texts = spread(domains["evaluation"], arguments.eval_prompts)
     conversations = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in texts]
-    if target.device.type == "cpu":
+    if target.device.type == "cpu" and torch.backends.mkldnn.is_available():
         pack_linears(target)  # for both: a pass over K+1 tokens then costs little more than one over a single token
         pack_linears(draft.layers)
     measure_in_float32(target, tokenizer, draft, conversations, arguments.new_tokens)

@@ -58,6 +58,9 @@ def test_generate_streams_the_targets_text_and_prints_its_numbers(folders):
 
 def test_generate_with_packed_weights_gives_the_same_text(folders):
     result = run(folders, "--prompt", "hello", "--pack", "--dtype", "float32")
+    if not torch.backends.mkldnn.is_available():
+        assert result.exit_code == 2 and "has no oneDNN" in result.output
+        return
     assert result.exit_code == 0, result.output
     assert plain_text(folders[0], "hello") in result.output
 
@@ -72,14 +75,14 @@ def test_generate_reads_prompts_from_standard_input_and_samples(folders):
     ("options", "words"),
     [
         (["--num-assistant-tokens", "9", "--prompt", "ab"], "proposes 1 to 5 tokens"),
-        (["--pack", "--dtype", "bfloat16", "--prompt", "ab"], "Packing is for float32 on the CPU"),
+        (["--pack", "--dtype", "bfloat16", "--prompt", "ab"], "Packing is for float32 on the CPU|has no oneDNN"),
         (["--draft", "the target's folder", "--prompt", "ab"], "lacks `shift_label`"),
     ],
 )
 def test_mistakes_give_one_sentence_and_exit_code_two(folders, options, words):
     result = run(folders, *(folders[0] if option == "the target's folder" else option for option in options))
     assert result.exit_code == 2
-    assert words in result.output and "Traceback" not in result.output
+    assert re.search(words, result.output) and "Traceback" not in result.output
 
 
 def test_quickstart_compares_in_bfloat16_on_an_accelerator(capsys):

@@ -74,3 +74,9 @@ def test_a_packed_target_gives_no_gradients(prompt):
     embeds = target.get_input_embeddings()(prompt).requires_grad_()
     with pytest.raises(ValueError, match="gives no gradients"):
         target(inputs_embeds=embeds)
+
+
+def test_a_torch_without_onednn_is_named(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="has no oneDNN.*decode without packing"):
+        pack_linears(make_target())
