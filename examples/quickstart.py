@@ -23,8 +23,9 @@ from transformers.utils import logging
 from modeling_domino import DominoConfig, DominoForSpeculativeDraft, DominoTrainer, DominoTrainingArguments
 from modeling_domino.configuration_domino import spread_layer_ids
 from modeling_domino.data import regenerate
-from modeling_domino.evaluation import acceptance_length, decode_alternately, decode_conversation, speedup
+from modeling_domino.evaluation_methods import decode_alternately, decode_conversation
 from modeling_domino.loading import load_target
+from modeling_domino.measures import acceptance_length, speedup
 from modeling_domino.packed_linear import pack_linears
 
 
@@ -148,7 +149,7 @@ def measure_in_float32(target, tokenizer, draft, conversations: list[dict], new_
     )
     if not same:
         raise SystemExit("float32 texts differ: this is a bug, please report it.")
-    ways = {"head on": partial(answer, draft=draft), "head off": partial(answer, draft=draft, head=False)}
+    ways = {"head on": partial(answer, assistant=draft), "head off": partial(answer, assistant=draft, head=False)}
     measured = decode_alternately(conversations, ways)
     on, off = acceptance_length(measured["head on"]), acceptance_length(measured["head off"])
     print(
@@ -170,7 +171,7 @@ def compare_in_bfloat16(target, tokenizer, draft, conversations: list[dict], new
 
 def decode_both(answer: partial, draft, conversations: list[dict]) -> dict[str, list]:
     """Without and with the draft, in turns, after a warm-up."""
-    ways = {"plain": answer, "draft": partial(answer, draft=draft)}
+    ways = {"plain": answer, "draft": partial(answer, assistant=draft)}
     for way in ways.values():
         way(conversations[0], max_new_tokens=4)
     return decode_alternately(conversations, ways)

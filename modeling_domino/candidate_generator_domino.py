@@ -5,7 +5,8 @@ owns everything before it: which context rows are new, one block of drafted toke
 It is also the oracle that faster loops are compared with.
 """
 
-from collections.abc import Sized
+import time
+from collections.abc import Callable, Sized
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -62,7 +63,7 @@ class AssistedSession:
         self, generation_config: GenerationConfig, logits_processor: LogitsProcessorList
     ) -> "DominoCandidateGenerator":
         """What compat_domino.py asks for when the loop starts."""
-        self.generator = DominoCandidateGenerator(self, generation_config, logits_processor)
+        self.generator = self.draft.candidate_generator(self, generation_config, logits_processor)
         return self.generator
 
 
@@ -126,6 +127,7 @@ class DominoCandidateGenerator(CandidateGenerator):
             self.context = DraftContext(self.draft.draft_id, DynamicCache(), session.cached_rows, None)
         self.length = 0
         self.drafted: list[int] | None = None
+        self.started = self.finished = 0.0  # of the last draft
 
     def get_candidates(
         self, input_ids: Tensor, model_kwargs: dict, is_first_iteration: bool, **_
@@ -142,6 +144,12 @@ class DominoCandidateGenerator(CandidateGenerator):
         """
         if is_first_iteration:
             return input_ids, None
+        self.started = time.perf_counter()
+        candidates = self._candidates(input_ids, model_kwargs)
+        self.finished = time.perf_counter()  # the drafted ids have been read, so an accelerator has ended too
+        return candidates
+
+    def _candidates(self, input_ids: Tensor, model_kwargs: dict) -> tuple[Tensor, Tensor | None]:
         self.length = input_ids.shape[1]
         self._see_verified_rows(self.length - 1)
         self.generation_config.max_length = self.max_length
@@ -150,15 +158,16 @@ class DominoCandidateGenerator(CandidateGenerator):
         if room < 1:
             self.drafted = []
             return input_ids, None
-        hidden_states = self._predicting_hidden_states(input_ids, model_kwargs)[:, :room]
-        drafted, q_logits = self._draft(input_ids, hidden_states)
+        drafted, q_logits = self._draft(input_ids, self._hidden_states(input_ids, model_kwargs), room)
         self.drafted = drafted[0].tolist()
         return torch.cat([input_ids, drafted], dim=-1), q_logits
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """Called by the loop after each verification; the prefill is no round."""
         if self.drafted is not None:
-            self.session.recorder.add(self.drafted, input_ids[0, self.length :].tolist())
+            gained = input_ids[0, self.length :].tolist()
+            verifying = time.perf_counter() - self.finished
+            self.session.recorder.add(self.drafted, gained, self.finished - self.started, verifying)
 
     def remember(self) -> None:
         """Leaves what the draft knows on the target's cache; called when the loop has ended."""
@@ -171,35 +180,39 @@ class DominoCandidateGenerator(CandidateGenerator):
         rows = self.session.taps.take()[:, : verified - context.total_rows]
         context.pending = rows if context.pending is None else torch.cat([context.pending, rows], dim=1)
 
-    def _predicting_hidden_states(self, input_ids: Tensor, model_kwargs: dict) -> Tensor:
-        """Backbone on [anchor, MASK, ...] after appending the newly verified rows to the draft's cache, [1, K, H]."""
-        draft, target = self.draft, self.session.target
-        slots = draft.config.block_size
-        verified = self.length - 1
-        first, context = self.context.rows, self.context.pending
+    def _new_context(self, input_ids: Tensor, model_kwargs: dict) -> tuple[Tensor, Tensor, Tensor]:
+        """What the draft has not seen of the verified prefix: hidden states of its rows [1, n, taps · H], the token after
+        each row [1, n], and positions of the rows and of the anchor [1, n + 1]."""
+        first, verified, context = self.context.rows, self.length - 1, self.context.pending
         positions = model_kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(self.length, device=input_ids.device)[None]
-        context_positions = positions[:, first:verified]
+        positions, next_ids = positions[:, first:], input_ids[:, first + 1 :]
         mask = model_kwargs.get("attention_mask")
         if self.drafted is None and mask is not None:  # the prompt's rows: left padding is no context
             real = mask[0, first:verified].bool()
-            context, context_positions = context[:, real.to(context.device)], context_positions[:, real]
+            context, next_ids = context[:, real.to(context.device)], next_ids[:, real]
+            positions = torch.cat([positions[:, :-1][:, real], positions[:, -1:]], dim=1)
+        return context, next_ids, positions
 
+    def _hidden_states(self, input_ids: Tensor, model_kwargs: dict) -> Tensor:
+        """Backbone on [anchor, MASK, ...] after appending the newly verified rows to the draft's cache, [1, K, H]."""
+        draft, slots = self.draft, self.draft.config.block_size
+        context, _, positions = self._new_context(input_ids, model_kwargs)
         block_ids = torch.full((1, slots), draft.config.mask_token_id, device=input_ids.device)
         block_ids[:, 0] = input_ids[:, -1]
-        block_positions = positions[:, -1:] + torch.arange(slots, device=positions.device)
+        behind_anchor = positions[:, -1:] + torch.arange(1, slots, device=positions.device)
         hidden_states = draft.backbone(
-            self._to_draft(target.embed(block_ids))[:, None],
+            self._to_draft(self.session.target.embed(block_ids))[:, None],
             self._to_draft(context),
-            torch.cat([context_positions, block_positions], dim=-1).to(draft.device),
+            torch.cat([positions, behind_anchor], dim=-1).to(draft.device),
             cache=self.context.cache,
         )
-        self.context.rows, self.context.pending = verified, None
+        self.context.rows, self.context.pending = self.length - 1, None
         return draft.predicting_slots(hidden_states)[:, 0]
 
-    def _draft(self, input_ids: Tensor, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        base_logits = self.session.target.logits(hidden_states).to(input_ids.device)
+    def _draft(self, input_ids: Tensor, hidden_states: Tensor, room: int) -> tuple[Tensor, Tensor | None]:
+        """At most `room` tokens, [1, n], and when sampling the logits of the laws they were drawn from, [1, n, V]."""
         threshold = self.session.confidence_threshold
         do_sample = self.generation_config.do_sample
         ids, q_logits = input_ids, []
@@ -221,16 +234,24 @@ class DominoCandidateGenerator(CandidateGenerator):
             unsure = threshold > 0 and scores.softmax(dim=-1).gather(1, token).item() < threshold
             return token[:, 0], unsure or self._stops_at(ids)
 
-        drafted = draft_block(
+        drafted = self._propose(input_ids[:, -1], hidden_states, room, choose)
+        return drafted, torch.stack(q_logits, dim=1) if do_sample else None
+
+    def _propose(self, anchor_ids: Tensor, hidden_states: Tensor, room: int, choose: Callable) -> Tensor:
+        hidden_states = hidden_states[:, :room]
+        base_logits = self._base_logits(hidden_states)
+        return draft_block(
             self.head.for_vocabulary(base_logits.shape[-1]),
             hidden_states,
             base_logits.to(hidden_states.device),
-            input_ids[:, -1],
+            anchor_ids,
             prefix_len=self.draft.config.pure_draft_prefix_len if self.head_enabled else base_logits.shape[1],
             embed=lambda token_ids: self._to_draft(self.session.target.embed(token_ids)),
             choose=choose,
         )
-        return drafted, torch.stack(q_logits, dim=1) if do_sample else None
+
+    def _base_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.session.target.logits(hidden_states)
 
     def _stops_at(self, ids: Tensor) -> bool:
         """Whether a criterion fires on the last drafted token: the draft ends with it, and so does the text if the

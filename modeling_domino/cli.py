@@ -2,13 +2,16 @@
 
 import sys
 import time
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from .cli_errors import plain_errors
+from .cli_evaluation import app as evaluation_app
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Domino speculative decoding for transformers.")
+app.add_typer(evaluation_app, name="evaluate")
 
 
 @app.command()
@@ -38,7 +41,7 @@ def generate(
     from .packed_linear import pack_linears
 
     logging.disable_progress_bar()
-    with _plain_errors():
+    with plain_errors():
         model, tokenizer = load_target(target, dtype=dtype, device=device)
         drafter = DominoForSpeculativeDraft.from_pretrained(draft, dtype=model.dtype).to(model.device)
         if pack:
@@ -109,7 +112,7 @@ def prepare(
     from .preparation import Preparation
     from .preparation import prepare as run
 
-    with _plain_errors():
+    with plain_errors():
         if endpoint and not features:
             model, tokenizer = load_outline(target)
         else:
@@ -157,7 +160,7 @@ def train(
     from .loading import load_target
     from .recipes import build_trainer, read_recipe
 
-    with _plain_errors():
+    with plain_errors():
         recipe, arguments = read_recipe(config, context.args)
         target, tokenizer = load_target(recipe.target, dtype=recipe.dtype, device=arguments.device)
         trainer = build_trainer(recipe, arguments, target, tokenizer)
@@ -169,17 +172,12 @@ def train(
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(arguments.output_dir)
         trainer.save_state()
-        print(f"Draft in {arguments.output_dir}; next: domino generate {recipe.target} --draft {arguments.output_dir}")
-
-
-@contextmanager
-def _plain_errors():
-    """One sentence and exit code 2 for what a user can mend; a traceback only for what is our fault."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        print(f"domino: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        use = (
+            "generate {} --draft {}"
+            if recipe.architecture == "domino"
+            else "evaluate run {} --methods eagle --eagle {}"
+        )
+        print(f"Draft in {arguments.output_dir}; next: domino {use.format(recipe.target, arguments.output_dir)}")
 
 
 def main() -> None:

@@ -34,14 +34,24 @@ def target_fingerprint(target: PreTrainedModel, layer_ids: list[int]) -> str:
     """Hash of the tapped layers and of a sample of every weight up to the last of them."""
     borrowed = BorrowedTarget(target)
     digest = hashlib.blake2b(json.dumps(list(layer_ids)).encode(), digest_size=16)
-    modules = [borrowed.embedding, *borrowed.layers[: max(layer_ids) + 1]]
-    for module in modules:
-        for name, tensor in module.state_dict().items():
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                flat = tensor.detach().flatten()
-                sample = flat[:: max(1, flat.numel() // 256)].to("cpu", torch.float32)
-                digest.update(name.encode() + sample.numpy().tobytes())
+    for module in (borrowed.embedding, *borrowed.layers[: max(layer_ids) + 1]):
+        _add_weights(digest, module)
     return digest.hexdigest()
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """Hash of a sample of every weight."""
+    digest = hashlib.blake2b(digest_size=16)
+    _add_weights(digest, model)
+    return digest.hexdigest()
+
+
+def _add_weights(digest, module: torch.nn.Module) -> None:
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+            flat = tensor.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 256)].to("cpu", torch.float32)
+            digest.update(name.encode() + sample.numpy().tobytes())
 
 
 def rows_fingerprint(rows: Dataset | list[dict]) -> str:
@@ -190,4 +200,11 @@ def _shard(folder: Path, number: int) -> Path:
     return folder / f"features-{number:05d}.safetensors"
 
 
-__all__ = ["RowsWithFeatures", "feature_bytes", "rows_fingerprint", "target_fingerprint", "write_features"]
+__all__ = [
+    "RowsWithFeatures",
+    "feature_bytes",
+    "rows_fingerprint",
+    "target_fingerprint",
+    "weights_fingerprint",
+    "write_features",
+]

@@ -8,7 +8,6 @@ Embeddings and lm_head are the target's and are passed in; the draft owns neithe
 """
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,15 +293,6 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
         with hook:
             self.prefix_gru(torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device))
         return seen[0]
-
-    @contextmanager
-    def head_disabled(self):
-        """Within it the draft proposes from base logits alone: the ablation, and a DFlash-style baseline."""
-        before, self.head_enabled = self.head_enabled, False
-        try:
-            yield self
-        finally:
-            self.head_enabled = before
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):

@@ -11,12 +11,18 @@ from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerB
 
 from .configuration_domino import DominoConfig
 from .data import PackedRows
+from .eagle import EagleConfig, EagleForSpeculativeDraft
+from .eagle_training import EagleTrainer
 from .features import RowsWithFeatures
 from .modeling_domino import DominoForSpeculativeDraft
 from .training import DominoTrainer, DominoTrainingArguments
 from .warm_start import start_from_target
 
 
+ARCHITECTURES = {
+    "domino": (DominoConfig, DominoForSpeculativeDraft, DominoTrainer),
+    "eagle": (EagleConfig, EagleForSpeculativeDraft, EagleTrainer),
+}
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 
 
@@ -30,6 +36,7 @@ class Recipe:
         dataset: Folder written by `domino prepare`.
         eval_dataset: Another one; or a share of `dataset` with `eval_share`.
         eval_share: Share of the rows held out for evaluation, the same ones in every run.
+        architecture: domino, or eagle: the EAGLE-3-style autoregressive baseline.
         draft: Fields of `DominoConfig`, such as `block_size` and `num_hidden_layers`.
         layers_from: Target layers that the layers of a new draft start as copies of, instead of at random.
         init_from: Draft to go on from (Hub id or folder) instead of a new one; of `draft` only `block_size` may then
@@ -44,6 +51,7 @@ class Recipe:
     dataset: str
     eval_dataset: str | None = None
     eval_share: float = 0.0
+    architecture: str = "domino"
     draft: dict = field(default_factory=dict)
     layers_from: list[int] | None = None
     init_from: str | None = None
@@ -55,6 +63,8 @@ class Recipe:
     def __post_init__(self):
         if self.features not in ("auto", "always", "never"):
             raise ValueError(f"`features` is {self.features!r}, expected 'auto', 'always' or 'never'.")
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"`architecture` is {self.architecture!r}, expected one of {', '.join(ARCHITECTURES)}.")
         other = sorted(set(self.draft) - {"block_size"}) + ["layers_from"] * bool(self.layers_from)
         if self.init_from and other:
             raise ValueError(
@@ -134,11 +144,12 @@ def build_trainer(
         ValueError: Features that do not belong to this target, these layers or these rows; no rows.
         FileNotFoundError: No prepared data in the folder.
     """
+    config_class, draft_class, trainer_class = ARCHITECTURES[recipe.architecture]
     if recipe.init_from:
-        draft = DominoForSpeculativeDraft.from_pretrained(recipe.init_from, dtype="float32", **recipe.draft)
+        draft = draft_class.from_pretrained(recipe.init_from, dtype="float32", **recipe.draft)
     else:
         set_seed(arguments.seed)  # the same new draft on every process and in every run
-        draft = DominoForSpeculativeDraft(DominoConfig.from_target(target.config, tokenizer=tokenizer, **recipe.draft))
+        draft = draft_class(config_class.from_target(target.config, tokenizer=tokenizer, **recipe.draft))
         if recipe.layers_from:
             start_from_target(draft, target, recipe.layers_from)
     draft.set_attn_implementation(recipe.attn_implementation)
@@ -153,7 +164,7 @@ def build_trainer(
         training = Subset(training, [i for i in range(len(training)) if i % step])
     if recipe.pack_length:
         training = PackedRows(training, recipe.pack_length)
-    return DominoTrainer(draft, target, arguments, train_dataset=training, eval_dataset=evaluation, **options)
+    return trainer_class(draft, target, arguments, train_dataset=training, eval_dataset=evaluation, **options)
 
 
 def _rows(folder: str, recipe: Recipe, target: PreTrainedModel, config: DominoConfig):

@@ -4,6 +4,7 @@
 plain generation. Everything that would not be lossless is refused here, before the target has run.
 """
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
-from .candidate_generator_domino import AssistedSession, token_ids
+from .candidate_generator_domino import AssistedSession, DominoCandidateGenerator, token_ids
 from .compat_domino import assisted_decoding, install, is_stateful, prompt_positions, speculative_generate
 from .statistics_domino import LastGeneration
 from .target_domino import BorrowedTarget
@@ -58,12 +59,23 @@ class DecodingOptions:
 class SpeculationMixin:
     """What makes a draft model usable as `assistant_model=`."""
 
+    candidate_generator = DominoCandidateGenerator  # who drafts its blocks
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.decoding = DecodingOptions()
         self.draft_id = uuid4().hex
         self.head_enabled = True
         self.last_generation: LastGeneration | None = None
+
+    @contextmanager
+    def head_disabled(self):
+        """Within it the draft proposes from base logits alone: the ablation, and a DFlash-style baseline."""
+        before, self.head_enabled = self.head_enabled, False
+        try:
+            yield self
+        finally:
+            self.head_enabled = before
 
     def assist(self, target: PreTrainedModel, **arguments):
         """

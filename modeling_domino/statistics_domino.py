@@ -16,6 +16,8 @@ class LastGeneration:
             stopping criterion ended the round before it.
         path: Which loop ran: "assisted", transformers' own.
         reason: Why that one.
+        draft_seconds, verify_seconds: Spent by each round on its draft, and on the pass of the target that verified it;
+            calls that differ in these alone are equal.
     """
 
     drafted_per_round: tuple[int, ...]
@@ -23,6 +25,8 @@ class LastGeneration:
     tokens_per_round: tuple[int, ...]
     path: str
     reason: str
+    draft_seconds: tuple[float, ...] = field(default=(), compare=False)
+    verify_seconds: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def rounds(self) -> int:
@@ -66,16 +70,28 @@ class RoundRecorder:
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    draft_seconds: list[float] = field(default_factory=list)
+    verify_seconds: list[float] = field(default_factory=list)
 
-    def add(self, drafted_ids: list[int], gained_ids: list[int]) -> None:
-        """One round: what was proposed and what the sequence gained."""
+    def add(self, drafted_ids: list[int], gained_ids: list[int], draft_seconds: float, verify_seconds: float) -> None:
+        """One round: what was proposed, what the sequence gained, and how long both took."""
         agrees = [a == b for a, b in zip(drafted_ids, gained_ids, strict=False)]
         self.drafted.append(len(drafted_ids))
         self.accepted.append(agrees.index(False) if False in agrees else len(agrees))
         self.tokens.append(len(gained_ids))
+        self.draft_seconds.append(draft_seconds)
+        self.verify_seconds.append(verify_seconds)
 
     def summary(self, path: str, reason: str) -> LastGeneration:
-        return LastGeneration(tuple(self.drafted), tuple(self.accepted), tuple(self.tokens), path, reason)
+        return LastGeneration(
+            tuple(self.drafted),
+            tuple(self.accepted),
+            tuple(self.tokens),
+            path,
+            reason,
+            tuple(self.draft_seconds),
+            tuple(self.verify_seconds),
+        )
 
 
 __all__ = ["LastGeneration", "RoundRecorder"]

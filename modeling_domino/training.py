@@ -103,17 +103,7 @@ class DominoTrainer(Trainer):
         if context is None:
             context = self._context_hidden_states(inputs["input_ids"], inputs["document_ids"])
         document_ids = inputs["document_ids"][:, : context.shape[1]]
-        noise_ids = blocks.anchors.new_full(
-            (*blocks.anchors.shape, draft.config.block_size), draft.config.mask_token_id
-        )
-        noise_ids[..., 0] = blocks.prefix_ids[..., 0]
-        run = partial(
-            model,
-            noise_embeds=self._embed(noise_ids),
-            context_hidden_states=context.to(draft.dtype),
-            position_ids=self._positions(blocks.anchors, document_ids, draft.config.block_size),
-            attention_mask=self._masks(blocks.anchors, document_ids, draft.config),
-        )
+        run = partial(model, **self._draft_inputs(inputs["input_ids"], document_ids, context.to(draft.dtype), blocks))
         prefix_ids = blocks.prefix_ids
         if self.args.training_time_test and model.training:
             with torch.no_grad():
@@ -204,6 +194,18 @@ class DominoTrainer(Trainer):
     @property
     def _draft(self):
         return self.accelerator.unwrap_model(self.model)
+
+    def _draft_inputs(self, input_ids: Tensor, document_ids: Tensor, context: Tensor, blocks: Blocks) -> dict:
+        """What the draft's forward pass takes, beside the tokens its head reads and the objective."""
+        config = self._draft.config
+        noise_ids = blocks.anchors.new_full((*blocks.anchors.shape, config.block_size), config.mask_token_id)
+        noise_ids[..., 0] = blocks.prefix_ids[..., 0]
+        return {
+            "noise_embeds": self._embed(noise_ids),
+            "context_hidden_states": context,
+            "position_ids": self._positions(blocks.anchors, document_ids, config.block_size),
+            "attention_mask": self._masks(blocks.anchors, document_ids, config),
+        }
 
     def _losses(self, blocks: Blocks, normalizer, hidden_states, features, w2, *, sampled: bool) -> TwoTermLoss:
         """What the draft's forward pass computes of its logits; everything flat over the positions of all blocks."""

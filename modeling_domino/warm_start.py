@@ -34,11 +34,17 @@ def start_from_target(draft: DominoForSpeculativeDraft, target: PreTrainedModel,
         weights = theirs[layer_id].state_dict()
         for name, weight in layer.state_dict().items():
             part = name.removeprefix("self_attn.").removesuffix("_norm.weight")
+            if name.startswith("embed_layernorm"):
+                continue  # of an EAGLE-3-style layer alone
             if part in ("q", "k") and name not in weights:
                 rows = weights[f"self_attn.{part}_proj.weight"] * weights["input_layernorm.weight"]
                 weight.fill_(rows.float().square().sum(-1).mean().sqrt())
             else:
-                _copy(weight, weights.get(name), f"layer {layer_id} of {type(target).__name__}, weight `{name}`")
+                source = weights.get(name)
+                if source is not None and weight.ndim == 2 and weight.shape[1] == 2 * source.shape[1]:
+                    weight.zero_()  # what it reads of embeddings starts at nothing; hidden states are its second half
+                    weight = weight[:, source.shape[1] :]
+                _copy(weight, source, f"layer {layer_id} of {type(target).__name__}, weight `{name}`")
     _copy(draft.norm.weight, _final_norm(target), f"the final norm of {type(target).__name__}")
 
 

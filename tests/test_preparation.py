@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -281,15 +283,13 @@ def test_a_request_that_a_server_refuses_is_not_tried_again(tmp_path, flaky):
         ask(flaky.replace("/v1", "/v2"), tmp_path)
 
 
-def test_transformers_serve_answers_as_the_target_does(tmp_path, prompts):
-    """A real OpenAI-compatible server on loopback."""
-    pytest.importorskip("fastapi", reason="transformers[serving] is not installed")
-    target, tokenizer = speaker(), chat_tokenizer()
-    model = tmp_path / "model"
-    target.save_pretrained(model)
-    tokenizer.save_pretrained(model)
+@contextmanager
+def serving(target, folder: Path) -> Iterator[str]:
+    """`transformers serve` of a target on loopback: its URL."""
+    target.save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
     port = free_port()
-    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model)]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(folder)]
     server = subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -303,14 +303,22 @@ def test_transformers_serve_answers_as_the_target_does(tmp_path, prompts):
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.3)
-        url = f"http://127.0.0.1:{port}/v1"
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def test_transformers_serve_answers_as_the_target_does(tmp_path, prompts):
+    """A real OpenAI-compatible server on loopback."""
+    pytest.importorskip("fastapi", reason="transformers[serving] is not installed")
+    target, tokenizer = speaker(), chat_tokenizer()
+    model = tmp_path / "model"
+    with serving(target, model) as url:
         command = ["prepare", str(model), "--prompts", prompts, "--output", str(tmp_path / "served")]
         options = ["--endpoint", url, "--concurrency", "2", "--max-new-tokens", "8", "--mask-token-id", str(MASK)]
         result = CliRunner().invoke(app, [*command, *options])
         assert result.exit_code == 0, result.output
-    finally:
-        server.terminate()
-        server.wait()
     local = rows_of(prepare(asked(prompts, tmp_path / "local"), target, tokenizer))
     served = rows_of(tmp_path / "served")
     assert served.keys() == local.keys()

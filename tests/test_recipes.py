@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from modeling_domino import DominoConfig, DominoForSpeculativeDraft
 from modeling_domino.cli import app
+from modeling_domino.eagle import EagleForSpeculativeDraft
 from modeling_domino.recipes import build_trainer, read_recipe
 
 
@@ -240,6 +242,35 @@ def test_training_goes_on_from_another_draft(prepared, tmp_path):
     assert (first.fc.weight == longer.model.fc.weight).all() and longer.model.config.block_size == 7
     longer.save_model(str(tmp_path / "longer"))
     assert DominoForSpeculativeDraft.from_pretrained(tmp_path / "longer").config.block_size == 7
+
+
+def test_an_autoregressive_baseline_is_trained_from_the_same_data(prepared, tmp_path):
+    """And goes on from its checkpoint as if it had not been stopped; its layer may start as the target's."""
+    shape = {"block_size": 4, "target_layer_ids": [1, 3], "mask_token_id": MASK}
+    taught = {"architecture": "eagle", "draft": shape, "layers_from": [4]}
+    path = recipe_for(prepared, tmp_path, output_dir=str(tmp_path / "out"), **taught)
+    done = CliRunner().invoke(app, ["train", path])
+    assert done.exit_code == 0, done.output
+    assert f"--methods eagle --eagle {tmp_path / 'out'}" in done.output
+    whole = EagleForSpeculativeDraft.from_pretrained(tmp_path / "out").state_dict()
+    expected = losses(tmp_path)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-6")
+    assert CliRunner().invoke(app, ["train", path, "--resume"]).exit_code == 0
+    again = EagleForSpeculativeDraft.from_pretrained(tmp_path / "out").state_dict()
+    assert losses(tmp_path) == expected
+    assert all((whole[name] == again[name]).all() for name in whole)
+
+    target = make_target("qwen3", num_hidden_layers=5)
+    path = recipe_for(prepared, tmp_path, features="never", **taught)
+    layer = build_trainer(*read_recipe(path), target, chat_tokenizer()).model.layers[0]
+    theirs = target.model.layers[4].state_dict()
+    for name, weight in layer.state_dict().items():
+        if weight.ndim == 2 and weight.shape[1] == 64:  # reads [embedding ; hidden state]
+            assert (weight[:, :32] == 0).all() and (weight[:, 32:] == theirs[name]).all(), name
+        elif not name.startswith("embed_layernorm"):
+            assert (weight == theirs[name]).all(), name
+    with pytest.raises(ValueError, match="`architecture` is 'medusa', expected one of domino, eagle"):
+        read_recipe(path, ["--architecture", "medusa"])
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

@@ -9,8 +9,9 @@ from conftest import make_target
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 import modeling_domino
-from modeling_domino.evaluation import acceptance_length, decode_alternately, decode_conversation
+from modeling_domino.evaluation_methods import decode_alternately, decode_conversation
 from modeling_domino.loading import load_target
+from modeling_domino.measures import acceptance_length
 
 
 FOLDER = Path(__file__).parents[1] / "examples" / "smollm2-135m-domino"
@@ -62,7 +63,7 @@ def test_it_drafts_for_smollm2():
     def answer(conversation, **options):
         return decode_conversation(target, tokenizer, conversation, max_new_tokens=64, do_sample=False, **options)
 
-    both = decode_alternately(conversations, {"plain": answer, "draft": lambda c: answer(c, draft=draft)})
+    both = decode_alternately(conversations, {"plain": answer, "draft": lambda c: answer(c, assistant=draft)})
     for plain, drafted in zip(both["plain"], both["draft"], strict=True):
         assert drafted.token_ids == plain.token_ids
     assert acceptance_length(both["draft"]).value > 2

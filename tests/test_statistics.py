@@ -25,9 +25,9 @@ def drafted_ids(monkeypatch):
     """Ids proposed in each round, as the recorder was told."""
     rounds, add = [], RoundRecorder.add
 
-    def keep(self, drafted_ids, gained_ids):
+    def keep(self, drafted_ids, gained_ids, *seconds):
         rounds.append(drafted_ids)
-        add(self, drafted_ids, gained_ids)
+        add(self, drafted_ids, gained_ids, *seconds)
 
     monkeypatch.setattr(RoundRecorder, "add", keep)
     return rounds
@@ -82,9 +82,10 @@ def test_a_call_that_the_prefill_ended():
 )
 def test_the_recorder_reads_acceptance_off_the_tokens(drafted, gained, accepted):
     recorder = RoundRecorder()
-    recorder.add(drafted, gained)
-    expected = LastGeneration((len(drafted),), (accepted,), (len(gained),), "assisted", "")
-    assert recorder.summary("assisted", "") == expected
+    recorder.add(drafted, gained, 0.25, 0.5)
+    summary = recorder.summary("assisted", "")
+    assert summary == LastGeneration((len(drafted),), (accepted,), (len(gained),), "assisted", "")
+    assert (summary.draft_seconds, summary.verify_seconds) == ((0.25,), (0.5,))
 
 
 def test_it_is_a_value():
@@ -106,6 +107,8 @@ def test_numbers_of_rigged_calls(prompt):
     assert first.acceptance_length == 11 / 4
     assert first.acceptance_by_position == (1.0, 1.0, 0.0)
     assert (first.path, first.new_tokens) == ("assisted", NEW)
+    assert len(first.draft_seconds) == len(first.verify_seconds) == 4
+    assert min(first.draft_seconds + first.verify_seconds) > 0
     assert pickle.loads(pickle.dumps(first)) == first
     generate(target, prompt, draft, eos_token_id=int(text[6 + 5]))  # second token of the second round
     second = draft.last_generation
