@@ -180,6 +180,66 @@ def train(
         print(f"Draft in {arguments.output_dir}; next: domino {use.format(recipe.target, arguments.output_dir)}")
 
 
+@app.command()
+def adapt(
+    target: Annotated[str, typer.Argument(help="The new target: Hub id, folder or .gguf file.")],
+    draft: Annotated[str, typer.Option(help="Draft made for a target of the same shape.")],
+    prompts: Annotated[str, typer.Option(help="File or Hub dataset, as for `domino prepare`.")],
+    output: Annotated[str, typer.Option(help="Folder to write; the same command goes on after a kill.")],
+    preset: Annotated[str, typer.Option(help="head, head+backbone, all-linear, or full (no LoRA).")] = "head",
+    rank: Annotated[int, typer.Option(min=1, help="Of the adapter.")] = 16,
+    alpha: Annotated[int, typer.Option(min=1, help="Its scale is alpha / rank.")] = 32,
+    reference: Annotated[
+        str | None, typer.Option(help="The draft's own target, to see first whether adapting pays.")
+    ] = None,
+    force: Annotated[bool, typer.Option(help="Trains even where it hardly pays.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most prompts.")] = 2000,
+    eval_prompts: Annotated[int, typer.Option(min=1, help="Held out to measure on.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 200,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
+    num_anchors: Annotated[int, typer.Option(min=1, help="Most blocks of a row.")] = 64,
+    sampled_softmax: Annotated[int | None, typer.Option(help="As in `domino train`: for a CPU.")] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak.")] = 1e-3,
+    lambda_base_start: Annotated[float | None, typer.Option(help="λ at the first step; by preset if absent.")] = None,
+    seed: Annotated[int, typer.Option(help="Of everything.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of the target: auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Torch device; the first accelerator, else the CPU.")] = None,
+) -> None:
+    """Adapts a draft to a fine-tuned target by LoRA; acceptance length before and after."""
+    from transformers.utils import logging
+
+    from .adaptation_run import Adaptation
+    from .adaptation_run import adapt as run
+
+    logging.disable_progress_bar()
+    with plain_errors():
+        asked = Adaptation(
+            target=target,
+            draft=draft,
+            prompts=prompts,
+            output=output,
+            preset=preset,
+            rank=rank,
+            alpha=alpha,
+            reference=reference,
+            force=force,
+            limit=limit,
+            eval_prompts=eval_prompts,
+            max_new_tokens=max_new_tokens,
+            steps=steps,
+            batch_size=batch_size,
+            num_anchors=num_anchors,
+            sampled_softmax=sampled_softmax,
+            learning_rate=learning_rate,
+            lambda_base_start=lambda_base_start,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+        )
+        run(asked, say=print)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -209,9 +209,8 @@ class EvaluationModels:
         self.target, self.tokenizer = load_target(asked.target, dtype=asked.dtype, device=asked.device)
         self.template = {} if asked.thinking is None else {"enable_thinking": asked.thinking}
         self.unavailable: dict[str, str] = {}
-        self.draft = self._load(DominoForSpeculativeDraft, asked.draft)
-        models = {"target": self.target, "draft": self.draft}
-        self.fingerprints = {name: weights_fingerprint(model) for name, model in models.items() if model is not None}
+        self.fingerprints = {"target": weights_fingerprint(self.target)}
+        self.draft = self._load("draft", DominoForSpeculativeDraft)
         self.k = asked.num_assistant_tokens or (self.draft.config.max_draft_tokens if self.draft is not None else 8)
         # Compiled decoding lays weights out in its own way, which a packed model has no weights for.
         unpacked = twin(self.target) if "compiled" in asked.methods else self.target
@@ -237,13 +236,17 @@ class EvaluationModels:
     def _drafting(self) -> dict:
         return {"num_assistant_tokens": self.k}
 
-    def _load(self, model_class, name: str | None):
+    def _load(self, option: str, model_class):
+        """The model that an option of the evaluation names, in the target's type and place."""
+        name = getattr(self.asked, option)
         if name is None:
             return None
-        return model_class.from_pretrained(name, dtype=self.target.dtype).eval().to(self.target.device)
+        model = model_class.from_pretrained(name, dtype=self.target.dtype).eval().to(self.target.device)
+        self.fingerprints[option] = weights_fingerprint(model)
+        return model
 
     def _assistant(self) -> Method:
-        assistant = self._load(AutoModelForCausalLM, self.asked.assistant)
+        assistant = self._load("assistant", AutoModelForCausalLM)
         tokenizer = AutoTokenizer.from_pretrained(self.asked.assistant)
         if tokenizer.get_vocab() == self.tokenizer.get_vocab():
             return Method(self.target, assistant)
@@ -251,7 +254,7 @@ class EvaluationModels:
         return Method(self.target, assistant, options=both)
 
     def _dflash(self) -> Method:
-        draft = self._load(AutoModel, self.asked.dflash) if self.asked.dflash else self.draft
+        draft = self._load("dflash", AutoModel) or self.draft
         if isinstance(draft, DominoForSpeculativeDraft):
             draft = NativeDFlash(draft)
         return Method(twin(self.target), draft, options={"speculation_type": "dflash"})
@@ -259,7 +262,7 @@ class EvaluationModels:
     def _eagle(self) -> Method:
         from .eagle import EagleForSpeculativeDraft
 
-        draft = self._load(EagleForSpeculativeDraft, self.asked.eagle)
+        draft = self._load("eagle", EagleForSpeculativeDraft)
         if self.asked.pack:
             pack_linears(draft.layers, rows=1)
         return Method(self.target, draft, options=self._drafting)

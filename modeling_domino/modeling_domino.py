@@ -8,6 +8,7 @@ Embeddings and lm_head are the target's and are passed in; the draft owns neithe
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -288,9 +289,14 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
         if type(self.prefix_gru) is PrefixGRU:
             return self.prefix_gru.weight_ih_l0, self.prefix_gru.weight_hh_l0
         seen = []
-        gru = next(module for module in self.prefix_gru.modules() if isinstance(module, PrefixGRU))
-        hook = gru.register_forward_hook(lambda module, *_: seen.append((module.weight_ih_l0, module.weight_hh_l0)))
-        with hook:
+
+        def keep(module, *_):
+            seen.append((module.weight_ih_l0, module.weight_hh_l0))
+
+        with ExitStack() as hooks:  # on all of them: a copy that is trained in full stands beside the original
+            for module in self.prefix_gru.modules():
+                if isinstance(module, PrefixGRU):
+                    hooks.enter_context(module.register_forward_hook(keep))
             self.prefix_gru(torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device))
         return seen[0]
 

@@ -5,7 +5,7 @@ teacher forcing (the head reads the true tokens) under the base-anchored curricu
 """
 
 import json
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -14,8 +14,10 @@ from transformers import PreTrainedModel, Trainer
 
 from .anchors import PADDING, Blocks, block_attention_mask, flex_block_mask, positions_in_documents, seeded_generator
 from .collator import BlockCollator, NewAnchorsEachEpoch
+from .compat_domino import find_speculator
 from .configuration_domino import DominoConfig
 from .correction_domino import draft_block
+from .features import weights_fingerprint
 from .losses import TwoTermLoss, lambda_base, sample_vocabulary, two_term_loss
 from .metrics import WindowMetrics
 from .speculation_domino import check_fit
@@ -40,7 +42,7 @@ class DominoTrainer(Trainer):
     Trains a draft for one target; a `Trainer` in everything else.
 
     Args:
-        model: The `DominoForSpeculativeDraft`.
+        model: The `DominoForSpeculativeDraft`, or a `PeftModel` of one, of which the adapter alone is trained and saved.
         target: The model it drafts for. It is frozen (`requires_grad_(False)`), moved to the training device, and
             never saved.
         args: `DominoTrainingArguments`.
@@ -56,7 +58,7 @@ class DominoTrainer(Trainer):
         options = (model.config, args.num_anchors, args.loss_decay_gamma, args.seed)
         collator = kwargs.pop("data_collator", None) or BlockCollator(*options)
         if not args.train_head:
-            model.head_enabled = False
+            find_speculator(model).head_enabled = False
             for name, parameter in model.named_parameters():
                 if name.startswith(("prefix_gru.", "embed_proj.")):
                     parameter.requires_grad_(False)
@@ -187,13 +189,23 @@ class DominoTrainer(Trainer):
         if not self.args.should_save:
             return  # every process comes here
         recipe = {name: getattr(self.args, name) for name in RECIPE_FIELDS}
-        recipe["target"] = self.target.config.name_or_path
+        recipe |= self._target_facts
         path = Path(output_dir or self.args.output_dir) / "training_recipe.json"
         path.write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
 
     @property
     def _draft(self):
-        return self.accelerator.unwrap_model(self.model)
+        """The draft itself, whatever wraps it: DDP, or peft."""
+        return find_speculator(self.accelerator.unwrap_model(self.model))
+
+    @cached_property
+    def _target_facts(self) -> dict:
+        config = self.target.config
+        return {
+            "target": config.name_or_path,
+            "target_revision": getattr(config, "_commit_hash", None),
+            "target_fingerprint": weights_fingerprint(self.target),
+        }
 
     def _draft_inputs(self, input_ids: Tensor, document_ids: Tensor, context: Tensor, blocks: Blocks) -> dict:
         """What the draft's forward pass takes, beside the tokens its head reads and the objective."""

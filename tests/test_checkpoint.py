@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from conftest import make_draft
@@ -18,6 +19,7 @@ from transformers import AutoModel
 
 import modeling_domino
 from modeling_domino import DominoForSpeculativeDraft
+from modeling_domino.adaptation import lora_config
 
 
 NEW = 24
@@ -187,13 +189,14 @@ def test_a_cloned_draft_decodes(clone, target, prompt):
 PREAMBLE = """
 import json, pickle, sys
 
+HIDDEN = {"modeling_domino", "triton", "peft", "datasets", "accelerate"}
+
 class Without:
     def __init__(self, finder):
         self.finder = finder
 
     def find_spec(self, name, path=None, target=None):
-        hidden = {"modeling_domino", "triton", "peft", "datasets", "accelerate"}
-        return None if name.partition(".")[0] in hidden else self.finder.find_spec(name, path, target)
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
 
     def __getattr__(self, name):
         return getattr(self.finder, name)
@@ -218,7 +221,7 @@ def load(name):
     return draft
 
 def tell(**results):
-    assert not {"modeling_domino", "triton", "peft", "datasets", "accelerate"} & set(sys.modules)
+    assert not HIDDEN & set(sys.modules)
     print("RESULT", json.dumps(results))
 """
 
@@ -290,6 +293,27 @@ tell(decoded=run(draft), module=type(draft).__module__)
     assert result["decoded"] == [text, accepted]
     assert revision in result["module"]
     assert files_of(folder / "again").keys() == files_of(entry / "snapshots" / revision).keys()
+
+
+def test_an_adapter_on_a_repositorys_draft(remote, target, prompt):
+    """Beside torch and transformers only peft (and accelerate, which it wants) is installed."""
+    folder, run, (text, accepted) = remote
+    draft = make_draft(target, seed=SEED)
+    adapter = peft.get_peft_model(draft, lora_config(r=4, init_lora_weights=False))
+    adapter.save_pretrained(folder / "adapter")
+    expected = list(generate(target, prompt, adapter))
+    result = run("""
+HIDDEN -= {"peft", "accelerate"}
+import peft
+draft = load("domino-tiny.v1")
+adapted = peft.PeftModel.from_pretrained(draft, "adapter")
+decoded = run(adapted)
+with adapted.disable_adapter():
+    without = run(adapted)
+tell(decoded=decoded, without=without, merged=run(adapted.merge_and_unload()))
+""")
+    assert result["decoded"] == result["merged"] == expected
+    assert result["without"] == [text, accepted] and accepted != expected[1]
 
 
 def test_two_revisions_in_one_process_decode_each_with_its_own_code(remote):

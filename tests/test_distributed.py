@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import free_port, make_draft, make_target
+from peft import get_peft_model
 from safetensors.torch import load_file
 from test_training import arguments, rows
 
 from modeling_domino import DominoTrainer
+from modeling_domino.adaptation import lora_config
 
 
 TESTS = Path(__file__).parent
 
 
-def train(output: str, processes: int) -> None:
+def train(output: str, processes: int, lora: bool = False) -> None:
     """Three steps of the same four rows, whatever the number of processes; half of the rows have no anchor."""
     target = make_target()
     args = arguments(
@@ -33,7 +35,11 @@ def train(output: str, processes: int) -> None:
         warmup_steps=0,
     )
     data = [*rows(8), *[{"input_ids": [3, 4, 5], "loss_mask": [0, 0, 1]}] * 8]
-    trainer = DominoTrainer(make_draft(target), target, args, train_dataset=data)
+    draft = make_draft(target)
+    if lora:
+        torch.manual_seed(0)
+        draft = get_peft_model(draft, lora_config(r=4))
+    trainer = DominoTrainer(draft, target, args, train_dataset=data)
     assert trainer.args.world_size == processes
     trainer.train()
     trainer.save_model()
@@ -52,23 +58,24 @@ def launch(script: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def test_two_processes_train_the_draft_of_one(tmp_path):
+@pytest.mark.parametrize("lora", [False, True], ids=["draft", "adapter"])
+def test_two_processes_train_the_draft_of_one(tmp_path, lora):
     """
     Also when a process gets rows without any anchor, and from λ = 1 on, where the head has no gradient yet. By SGD:
     Adam's first steps are signs, and a gradient of nothing but rounding has either.
     """
-    train(str(tmp_path / "1"), 1)
+    train(str(tmp_path / "1"), 1, lora)
     script = tmp_path / "run.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
-        f"from test_distributed import train; train({str(tmp_path / '2')!r}, 2)\n"
+        f"from test_distributed import train; train({str(tmp_path / '2')!r}, 2, {lora})\n"
     )
     launch(script)
     results = {}
     for processes in (1, 2):
         output = tmp_path / str(processes)
         log = json.loads((output / "trainer_state.json").read_text())["log_history"]
-        results[processes] = load_file(output / "model.safetensors"), log
+        results[processes] = load_file(output / f"{'adapter_' * lora}model.safetensors"), log
     (one, one_log), (two, two_log) = results[1], results[2]
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=2e-5, rtol=1e-3, msg=name)

@@ -238,8 +238,6 @@ def test_wrapped_draft_is_found_and_decodes(wrap, target, draft, prompt):
     assert_decodes(target, prompt, wrapped, draft)
 
 
-# peft 0.21 reads an attribute that transformers 5.24 renamed.
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("outer", [lambda model: model, Parallel], ids=["peft", "parallel_peft"])
 def test_draft_under_peft_is_found_and_decodes(outer, target, draft, prompt):
     peft = pytest.importorskip("peft")

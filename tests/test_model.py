@@ -500,10 +500,6 @@ def test_state_dict_has_no_tensor_of_the_target_before_and_after_generate(target
     assert len(draft.state_dict()) == len(before)
 
 
-# peft 0.21 reads an attribute that transformers 5.24 renamed.
-quiet_peft = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-
-
 @pytest.fixture
 def adapted(target):
     """A draft under a LoRA on all four head tensors, with random weights, and the same draft without it."""
@@ -518,12 +514,10 @@ def adapted(target):
     return model, plain_draft
 
 
-@quiet_peft
 def test_loop_under_an_adapter_equals_the_teacher_forced_forward(target, adapted):
     compare_training_with_decoding(target, adapted[0].get_base_model())
 
 
-@quiet_peft
 def test_head_weights_fold_in_every_active_adapter_and_only_those(adapted):
     model, plain_draft = adapted
     original, folded = plain_draft.head_weights(), model.get_base_model().head_weights()
@@ -536,7 +530,6 @@ def test_head_weights_fold_in_every_active_adapter_and_only_those(adapted):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)  # W + BA, once as a sum and once as two products
 
 
-@quiet_peft
 def test_adapter_moves_the_draft_and_not_the_text(target, adapted, prompt):
     text, drafts = plain(target, prompt), []
     for draft in adapted:

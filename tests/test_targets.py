@@ -49,7 +49,6 @@ def test_a_head_without_a_weight(prompt):
     assert check(target, prompt).tolist() == text.tolist()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_a_target_with_lora_also_on_its_head(prompt):
     peft = pytest.importorskip("peft")
     target = make_architecture("llama")
