@@ -307,13 +307,16 @@ HIDDEN -= {"peft", "accelerate"}
 import peft
 draft = load("domino-tiny.v1")
 adapted = peft.PeftModel.from_pretrained(draft, "adapter")
-decoded = run(adapted)
+decoded, gru = run(adapted), float(adapted.head_weights().gru_hidden.sum())
 with adapted.disable_adapter():
-    without = run(adapted)
-tell(decoded=decoded, without=without, merged=run(adapted.merge_and_unload()))
+    without, own = run(adapted), float(adapted.head_weights().gru_hidden.sum())
+tell(decoded=decoded, without=without, gru=[gru, own], merged=run(adapted.merge_and_unload()))
 """)
-    assert result["decoded"] == result["merged"] == expected
-    assert result["without"] == [text, accepted] and accepted != expected[1]
+    assert result["decoded"] == result["merged"] == expected and result["without"] == [text, accepted]
+    with adapter.disable_adapter():
+        own = float(adapter.head_weights().gru_hidden.sum())
+    assert result["gru"] == pytest.approx([float(adapter.head_weights().gru_hidden.sum()), own], rel=1e-5)
+    assert abs(result["gru"][0] - own) > 0.1
 
 
 def test_two_revisions_in_one_process_decode_each_with_its_own_code(remote):
