@@ -81,27 +81,30 @@ def run(
 
 @app.command()
 def report(
-    results: Annotated[str, typer.Argument(help="Folder or results.json of `domino evaluate run`.")],
+    results: Annotated[
+        str, typer.Argument(help="Folder or results.json of `domino evaluate run`, or a folder of such folders.")
+    ],
     readme: Annotated[
         str | None, typer.Option(help="Markdown file with `<!-- evaluation: NAME -->` marks, NAME the folder's name.")
     ] = None,
     suffix: Annotated[str, typer.Option(help=".png or .svg.")] = ".png",
 ) -> None:
-    """Writes table and figures of a finished evaluation anew, from its results alone."""
+    """Writes table and figures of a finished evaluation anew, from its results alone; of several runs one table."""
     from .evaluation_plots import draw
     from .evaluation_profile import account
-    from .evaluation_report import markdown_table, read_results, write_block
+    from .evaluation_report import markdown_table, read_runs, write_block
 
     with plain_errors():
-        found = read_results(results)
+        runs = read_runs(results)
         folder = Path(results) if Path(results).is_dir() else Path(results).parent
-        table = markdown_table(found)
+        table = markdown_table(runs)
         (folder / "table.md").write_text(table, encoding="utf-8")
         print(table)
-        if found["profile"]:
-            print(account(found["profile"]))
-        for path in draw(found, folder, suffix):
-            print(path)
+        if "" in runs:  # a single one
+            if runs[""]["profile"]:
+                print(account(runs[""]["profile"]))
+            for path in draw(runs[""], folder, suffix):
+                print(path)
         if readme:
             write_block(readme, folder.resolve().name, table)
 

@@ -24,17 +24,8 @@ from .measures import (
 # Fewer conversations than this give no interval that deserves its name.
 FEWEST = 8
 BASELINES = {"plain": "× plain", "compiled": "× compiled"}
-COLUMNS = [
-    "set",
-    "method",
-    "n",
-    "τ pooled",
-    "τ mean of prompts",
-    "draft ms",
-    "verify ms",
-    "tokens/s",
-    *BASELINES.values(),
-]
+COLUMNS = ["run", "set", "method", "n", "τ pooled", "τ mean of prompts", "draft ms", "verify ms", "tokens/s"]
+COLUMNS += [*BASELINES.values(), "same text as plain"]
 
 
 @dataclass(frozen=True)
@@ -125,39 +116,74 @@ def interval(estimate: Estimate | None, conversations: int) -> str:
     return str(estimate)
 
 
-def markdown_table(results: dict) -> str:
-    """The table that the README and model cards show, with what it was measured on above it."""
+def read_runs(folder: str | Path) -> dict[str, dict]:
+    """
+    Results of a run, under the empty name; or of all runs in the folders within, under their names without a leading
+    number (`2 teacher forcing`), which orders them.
+
+    Raises:
+        ValueError: No results there.
+    """
+    path = Path(folder)
+    if not path.is_dir() or (path / "results.json").exists():
+        return {"": read_results(path)}
+    found = sorted(inner.parent for inner in path.glob("*/results.json"))
+    if not found:
+        raise ValueError(f"{folder} holds no results of `domino evaluate run`, nor does any folder in it.")
+    return {re.sub(r"^\d+[ _-]", "", inner.name): read_results(inner) for inner in found}
+
+
+def markdown_table(runs: dict[str, dict]) -> str:
+    """
+    The table that the README and model cards show, with what it was measured on above it.
+
+    Args:
+        runs: Results by the name of their run, as from `read_runs`. Columns that nothing fills are left out.
+    """
+    lines = list(dict.fromkeys(_conditions(results) for results in runs.values()))
+    rows = [row for run, results in runs.items() for row in _rows(run, results)]
+    columns = [column for column in COLUMNS if any(row[column] for row in rows)]
+    lines += ["", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines += [f"| {' | '.join(row[column] for column in columns)} |" for row in rows]
+    for results in runs.values():
+        for method, reason in results["unavailable"].items():
+            lines += ["", f"{LABELS[method]}: not measured here ({reason})."]
+    return "\n".join(lines) + "\n"
+
+
+def _conditions(results: dict) -> str:
     asked, machine = results["asked"], results["machine"]
-    decoding = f"sampled at T={asked['temperature']}" if asked["temperature"] else "greedy"
+    decoding = f"Sampled at T={asked['temperature']}" if asked["temperature"] else "Greedy"
     packed = ", packed weights" if asked["pack"] else ""
-    lines = [
+    return (
         f"{decoding}, at most {asked['max_new_tokens']} new tokens a turn, K={results['k']}, {machine['dtype']}{packed}, "
         f"{machine['device']}, {machine['threads']} threads, torch {machine['torch']}, transformers "
         f"{machine['transformers']}, commit {machine['commit']}, {machine['date']}; 95 % intervals, paired bootstrap over "
-        "conversations; τ counts the bonus token.",
-        "",
-        f"| {' | '.join(COLUMNS)} | same text as plain |",
-        "|" + "---|" * (len(COLUMNS) + 1),
+        "conversations; τ counts the bonus token."
+    )
+
+
+def _rows(run: str, results: dict) -> list[dict[str, str]]:
+    return [
+        {
+            "run": run,
+            "set": name,
+            "method": LABELS[method],
+            "n": str(figures.conversations),
+            "τ pooled": interval(figures.tau, figures.conversations),
+            "τ mean of prompts": interval(figures.tau_mean, figures.conversations),
+            "draft ms": _ms(figures.draft_ms),
+            "verify ms": _ms(figures.verify_ms),
+            "tokens/s": f"{figures.tokens_per_second:.1f}",
+            **{
+                column: interval(figures.speedups.get(base), figures.conversations)
+                for base, column in BASELINES.items()
+            },
+            "same text as plain": _equality(figures),
+        }
+        for name, methods in summarise(results).items()
+        for method, figures in methods.items()
     ]
-    for name, methods in summarise(results).items():
-        for method, figures in methods.items():
-            n = figures.conversations
-            cells = [
-                name,
-                LABELS[method],
-                str(n),
-                interval(figures.tau, n),
-                interval(figures.tau_mean, n),
-                _ms(figures.draft_ms),
-                _ms(figures.verify_ms),
-                f"{figures.tokens_per_second:.1f}",
-                *(interval(figures.speedups.get(base), n) for base in BASELINES),
-                _equality(figures),
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    for method, reason in results["unavailable"].items():
-        lines += ["", f"{LABELS[method]}: not measured here ({reason})."]
-    return "\n".join(lines) + "\n"
 
 
 def _ms(value: float | None) -> str:
@@ -238,4 +264,4 @@ def _verdict(what: str, ratio: Estimate, conversations: int) -> str:
     return f"{text}; no difference shown, the interval includes 1"
 
 
-__all__ = ["Figures", "compare", "interval", "markdown_table", "read_results", "summarise", "write_block"]
+__all__ = ["Figures", "compare", "interval", "markdown_table", "read_results", "read_runs", "summarise", "write_block"]

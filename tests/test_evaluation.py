@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +17,15 @@ from typer.testing import CliRunner
 from modeling_domino.cli import app
 from modeling_domino.evaluation import Evaluation, EvaluationModels, Journal, decoded_of, evaluate, first_difference
 from modeling_domino.evaluation_methods import LABELS
-from modeling_domino.evaluation_report import compare, interval, markdown_table, read_results, summarise, write_block
+from modeling_domino.evaluation_report import (
+    compare,
+    interval,
+    markdown_table,
+    read_results,
+    read_runs,
+    summarise,
+    write_block,
+)
 from modeling_domino.evaluation_sets import SETS, read_set
 from modeling_domino.measures import Decoded, Estimate
 
@@ -122,7 +131,7 @@ def test_every_method_runs(folders, tmp_path):
     found = evaluate(unshifted, tmp_path / "all")
     assert list(summarise(found)["one"]) == methods
     assert all(not record["differences"] for record in found["conversations"])
-    assert all(label in markdown_table(found) for method, label in LABELS.items() if method in methods)
+    assert all(label in markdown_table({"": found}) for method, label in LABELS.items() if method in methods)
 
 
 def test_what_does_not_compile_is_left_out_with_its_reason(folders, tmp_path, monkeypatch):
@@ -132,7 +141,9 @@ def test_what_does_not_compile_is_left_out_with_its_reason(folders, tmp_path, mo
     monkeypatch.setattr(torch, "compile", fails)
     found = evaluate(asked(folders, sets=["two"], methods=["plain", "compiled"]), tmp_path / "run")
     assert found["unavailable"] == {"compiled": "RuntimeError: no compiler here"}
-    assert "compiled plain generate: not measured here (RuntimeError: no compiler here)." in markdown_table(found)
+    assert "compiled plain generate: not measured here (RuntimeError: no compiler here)." in markdown_table(
+        {"": found}
+    )
 
 
 def test_a_run_that_is_stopped_goes_on(folders, tmp_path, monkeypatch, results):
@@ -233,12 +244,25 @@ def test_too_few_conversations_give_no_interval():
 def test_the_table_goes_between_its_marks(tmp_path, results):
     document = tmp_path / "README.md"
     document.write_text("before\n<!-- evaluation: tiny -->\nold\n<!-- /evaluation: tiny -->\nafter\n")
-    table = markdown_table(read_results(results))
+    table = markdown_table(read_runs(results))
     for _ in range(2):
         write_block(document, "tiny", table)
     assert document.read_text() == f"before\n<!-- evaluation: tiny -->\n\n{table}\n<!-- /evaluation: tiny -->\nafter\n"
     with pytest.raises(ValueError, match="needs the lines `<!-- evaluation: other -->`"):
         write_block(document, "other", table)
+
+
+def test_several_runs_share_a_table(tmp_path, results):
+    for name in ("2 teacher forcing", "1 head off"):
+        shutil.copytree(results, tmp_path / "both" / name)
+    runs = read_runs(tmp_path / "both")
+    assert list(runs) == ["head off", "teacher forcing"]
+    table = markdown_table(runs)
+    alone = markdown_table(read_runs(results))
+    assert table.splitlines()[0] == alone.splitlines()[0] and len(table.splitlines()) == 4 + 2 * 6
+    assert "| run | set |" in table and "| run |" not in alone and "× compiled" not in alone
+    with pytest.raises(ValueError, match="nor does any folder in it"):
+        read_runs(tmp_path)
 
 
 def test_two_evaluations_are_compared_on_what_both_decoded(results):
@@ -321,10 +345,11 @@ BLOCKS = re.findall(r"<!-- evaluation: (\S+) -->", (ROOT / "README.md").read_tex
 @pytest.mark.parametrize("name", BLOCKS)
 def test_tables_of_the_readme_are_what_their_results_give(name, tmp_path):
     """A README edited by hand, or results measured anew without their table, fail here."""
-    found = read_results(ROOT / "examples" / "evaluations" / name)
+    runs = read_runs(ROOT / "examples" / "evaluations" / name)
     copy = tmp_path / "README.md"
     before = (ROOT / "README.md").read_text(encoding="utf-8")
     copy.write_text(before, encoding="utf-8")
-    write_block(copy, name, markdown_table(found))
+    write_block(copy, name, markdown_table(runs))
     assert copy.read_text(encoding="utf-8") == before
-    assert asdict(Evaluation(**found["asked"])) == found["asked"]
+    for results in runs.values():
+        assert asdict(Evaluation(**results["asked"])) == results["asked"]
