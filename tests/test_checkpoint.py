@@ -131,6 +131,7 @@ def test_checkpoint_without_a_head_gets_a_neutral_one_and_a_warning(draft, tmp_p
     loaded = DominoForSpeculativeDraft.from_pretrained(folder)
     [warning] = [r.getMessage() for r in caplog.records if r.name == "modeling_domino.modeling_domino"]
     assert f"{folder} holds no correction head" in warning
+    assert not loaded.head_enabled
     tensors = loaded.state_dict()
     assert_same_tensors(
         {name: tensor for name, tensor in tensors.items() if name not in HEAD},
