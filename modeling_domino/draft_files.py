@@ -94,13 +94,13 @@ def read_draft(
     folder = local_folder(source)
     raw = {key: value for key, value in read_config(folder).items() if key not in ignore_keys}
     layout = detect_layout(raw)
+    if raw.get("quantization_config"):
+        raise ValueError(f"{source} is quantised: convert the draft that it was made from.")
     if unknown := [key for key in unknown_keys(raw, layout) if key not in ignore_keys]:
         raise ValueError(
             f"{source}: config.json has keys that nothing here knows, {', '.join(f'`{key}`' for key in unknown)}: they "
             "may change how the draft decodes. If they do not, drop them with `--ignore-key KEY`."
         )
-    if raw.get("quantization_config"):
-        raise ValueError(f"{source} is quantised: convert the draft that it was made from.")
     for key in ignore_keys:
         (raw.get("dflash_config") or {}).pop(key.removeprefix("dflash_config."), None)
         (raw.get("transformer_layer_config") or {}).pop(key.removeprefix("transformer_layer_config."), None)

@@ -233,6 +233,12 @@ def _read_native(config: dict[str, Any], target: TargetFiles | None) -> dict[str
             "A DFlash assistant of transformers does not say which vocabulary and how many layers its target has: name "
             "the target with `--target`."
         )
+    if target.norms_embeddings:
+        raise ValueError(
+            f"{target.name} norms its embeddings, which transformers leaves out for this draft and Domino decoding would "
+            "not: its blocks would be embedded differently from training. Decode it with transformers' own "
+            "`speculation_type='dflash'`."
+        )
     native = AutoConfig.for_model(**config)
     # transformers counts a window inclusively where it looks both ways: |distance| <= window; we say < window.
     window = native.sliding_window + 1 if "sliding_attention" in native.layer_types else None

@@ -117,7 +117,7 @@ def _open_pickle(path: Path) -> dict[str, StoredTensor]:
             f"{path} holds more than tensors, and could run code when loaded, so it was not: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # a file of odd length cannot be mapped
         raise ValueError(f"{path} is truncated, damaged or older than torch 1.6 ({error}): copy it again.") from None
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} is no plain dictionary of tensors: save the draft's `state_dict()` alone.")

@@ -57,6 +57,11 @@ class TargetFiles:
             found.append("it scales or caps its logits")
         return found
 
+    @property
+    def norms_embeddings(self) -> bool:
+        """Whether its embedding module norms what it looks up, which transformers' own DFlash decoding leaves out."""
+        return hasattr(self._outline.get_input_embeddings(), "embed_norm")
+
     @cached_property
     def matrices(self) -> dict[str, StoredTensor]:
         """`embed_tokens.weight` and `lm_head.weight`, [V, H] each; the same matrix twice where they are tied."""

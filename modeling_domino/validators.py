@@ -7,6 +7,7 @@ speculators PR #773 and issue #664, the state of vLLM (RFC #46707) and TensorRT-
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class Violation:
         return f"{self.what}: {self.remedy}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Checkpoint:
     """
     A draft as an engine would find it.
@@ -75,14 +76,20 @@ class Checkpoint:
         """Head tensors in the files, by our names."""
         return {our_name(name, self.layout or "") for name in self.tensors} & HEAD_TENSORS
 
-    def fields(self) -> DominoConfig:
-        """The configuration as we read it; ValueError where it cannot be."""
-        fields = read_fields(self.config, self.layout, self.target)
-        fields.pop("projector_type", None)
+    @cached_property
+    def reading(self) -> DominoConfig | ValueError:
+        """The configuration as we read it, or why it cannot be."""
         try:
+            fields = read_fields(self.config, self.layout, self.target)
+            fields.pop("projector_type", None)
             return DominoConfig.from_dict(fields)
-        except StrictDataclassError as error:
-            raise ValueError(" ".join(str(error).split())) from None
+        except (ValueError, StrictDataclassError) as error:
+            return ValueError(" ".join(str(error).split()))
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Of every tensor that the configuration asks for, by our names; None where it cannot be read."""
+        return None if isinstance(self.reading, ValueError) else expected_shapes(self.reading)
 
 
 def violations(engine: str, checkpoint: Checkpoint) -> list[Violation]:
@@ -227,10 +234,7 @@ def _speculators_head(checkpoint: Checkpoint) -> Iterator[Violation]:
         )
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tokens = proposals[0].get("speculative_tokens")
-    try:
-        expected = speculative_tokens(checkpoint.fields(), layout)
-    except ValueError:
-        expected = tokens
+    expected = tokens if checkpoint.shapes is None else speculative_tokens(checkpoint.reading, layout)
     if tokens != expected:
         yield Violation(f"`speculative_tokens` is {tokens}", f"{expected} follow from `block_size` and `{alignment}`")
     yield from _head_tensors(checkpoint)
@@ -309,20 +313,15 @@ def _head_tensors(checkpoint: Checkpoint) -> Iterator[Violation]:
 
 def _description(checkpoint: Checkpoint) -> Iterator[Violation]:
     """What every reader needs to be told rightly, whatever its layout."""
-    try:
-        checkpoint.fields()
-    except ValueError as error:
-        yield Violation(f"config.json cannot be read ({error})", "correct it as the message says")
+    if isinstance(checkpoint.reading, ValueError):
+        yield Violation(f"config.json cannot be read ({checkpoint.reading})", "correct it as the message says")
 
 
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Iterator[Violation]:
     """Names and shapes by the configuration, one float type, and values that can have been trained."""
     layout, tensors = checkpoint.layout, checkpoint.tensors
     yield from _unknown_tensors(checkpoint)
-    try:
-        shapes = expected_shapes(checkpoint.fields())
-    except ValueError:
-        shapes = {}  # said by _description
+    shapes = checkpoint.shapes or {}
     ours = {our_name(name, layout): name for name in tensors if our_name(name, layout) in shapes}
     for name, shape in shapes.items():
         if name not in ours:
@@ -365,10 +364,9 @@ def _unknown_tensors(checkpoint: Checkpoint) -> Iterator[Violation]:
     layout = checkpoint.layout
     prefix = HEAD_PREFIXES.get(layout, "")
     brought = TARGET_TENSORS if layout in HEAD_PREFIXES else set()
-    try:
-        known = {prefix + name if name in HEAD_TENSORS else name for name in expected_shapes(checkpoint.fields())}
-    except ValueError:
-        known = set(checkpoint.tensors)
+    if checkpoint.shapes is None:
+        return  # _description says why
+    known = {prefix + name if name in HEAD_TENSORS else name for name in checkpoint.shapes}
     for name in sorted(checkpoint.tensors.keys() - known - brought):
         if name in ("t2d", "d2t"):
             remedy = "it maps a reduced vocabulary, which a Domino head cannot have; retrain on the full one"
@@ -392,12 +390,8 @@ def _bare(name: str) -> str:
 
 
 def _fits_target(checkpoint: Checkpoint) -> Iterator[Violation]:
-    target = checkpoint.target
-    if target is None:
-        return
-    try:
-        config = checkpoint.fields()
-    except ValueError:
+    target, config = checkpoint.target, checkpoint.reading
+    if target is None or isinstance(config, ValueError):
         return
     text, ours_alone = target.text_config, checkpoint.layout == "domino"
     remedy = f"use the target that it was trained for, or re-fit it: `domino convert ... --to domino --target {target.name}`"

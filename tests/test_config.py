@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import BOS, EOS, MASK, PAD, SIZES, make_config, make_target
 from huggingface_hub.errors import StrictDataclassError
+from published import public_shapes
 from tokenizers import Tokenizer, models
 from transformers import (
     Gemma3Config,
@@ -333,33 +334,6 @@ def test_block_size_may_be_nested_only():
 def test_public_file_that_contradicts_itself_is_refused(fields, words):
     with pytest.raises((ValueError, StrictDataclassError), match=words):
         DominoConfig.from_dict(fields)
-
-
-def public_shapes(hidden: int, intermediate: int) -> dict[str, list[int]]:
-    """Names and shapes of the public Qwen3 checkpoints: 32/8 heads of 128, five layers, G 1024, R 256."""
-    layer = {
-        "input_layernorm.weight": [hidden],
-        "post_attention_layernorm.weight": [hidden],
-        "self_attn.q_proj.weight": [4096, hidden],
-        "self_attn.k_proj.weight": [1024, hidden],
-        "self_attn.v_proj.weight": [1024, hidden],
-        "self_attn.o_proj.weight": [hidden, 4096],
-        "self_attn.q_norm.weight": [128],
-        "self_attn.k_norm.weight": [128],
-        "mlp.gate_proj.weight": [intermediate, hidden],
-        "mlp.up_proj.weight": [intermediate, hidden],
-        "mlp.down_proj.weight": [hidden, intermediate],
-    }
-    return {
-        "fc.weight": [hidden, 5 * hidden],
-        "hidden_norm.weight": [hidden],
-        "norm.weight": [hidden],
-        "prefix_gru.weight_ih_l0": [3072, hidden],
-        "prefix_gru.weight_hh_l0": [3072, 1024],
-        "embed_proj.0.weight": [256, hidden + 1024],
-        "embed_proj.2.weight": [151936, 256],
-        **{f"layers.{i}.{name}": shape for i in range(5) for name, shape in layer.items()},
-    }
 
 
 QWEN3_4B = Qwen3Config(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_key_value_heads=8)
