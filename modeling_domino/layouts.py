@@ -41,8 +41,15 @@ NESTED_KEYS = (
 )
 # Keys beside our own fields that say nothing about decoding, or whose meaning is read by name.
 KNOWN_ELSEWHERE = {
-    *["auto_map", "torch_dtype", "rope_theta", "rope_scaling", "_name_or_path", "projector_type"],
+    *["auto_map", "torch_dtype", "rope_theta", "rope_scaling", "projector_type"],
     *["lambda_base_start", "lambda_base_decay_ratio", "auf", "loss_decay_gamma", "num_anchors"],
+    *["output_attentions", "output_hidden_states", "return_dict", "torchscript", "use_bfloat16", "pruned_heads"],
+    *["is_decoder", "cross_attention_hidden_size", "add_cross_attention", "tie_encoder_decoder", "finetuning_task"],
+}
+NESTED_KNOWN = {
+    *NESTED_KEYS,
+    *["block_size", "num_target_layers", "projector_type", "causal", "use_swa", "swa_window_size"],
+    *["use_bias_norm", "use_bias_gate", "bias_gate_init"],
 }
 SPECULATORS_KEYS = {
     *["speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config"],
@@ -76,18 +83,16 @@ def detect_layout(config: dict[str, Any]) -> str:
 
 
 def unknown_keys(config: dict[str, Any], layout: str) -> list[str]:
-    """Keys that no reader of the layout knows, as `key` or `outer.key`."""
-    ours = set(DominoConfig.__dataclass_fields__) | set(PreTrainedConfig.__dataclass_fields__) | KNOWN_ELSEWHERE
+    """Keys that no reader of the layout knows, as `key` or `outer.key`; those that begin with _ are transformers' own."""
+    known = set(DominoConfig.__dataclass_fields__) | set(PreTrainedConfig.__dataclass_fields__) | KNOWN_ELSEWHERE
     if layout.startswith("speculators"):
-        backbone = config.get("transformer_layer_config") or {}
-        return [key for key in config if key not in ours | SPECULATORS_KEYS] + [
-            f"transformer_layer_config.{key}" for key in backbone if key not in ours
-        ]
-    nested = {*NESTED_KEYS, "block_size", "num_target_layers", "projector_type", "causal", "use_swa"}
-    nested |= {"swa_window_size", "use_bias_norm", "use_bias_gate", "bias_gate_init"}
-    return [key for key in config if key not in ours | {"dflash_config"}] + [
-        f"dflash_config.{key}" for key in config.get("dflash_config") or {} if key not in nested
-    ]
+        outer, inner = known | SPECULATORS_KEYS, {"transformer_layer_config": known}
+    else:
+        outer, inner = known | {"dflash_config"}, {"dflash_config": NESTED_KNOWN}
+    found = [key for key in config if key not in outer]
+    for place, keys in inner.items():
+        found += [f"{place}.{key}" for key in config.get(place) or {} if key not in keys]
+    return [key for key in found if not key.rpartition(".")[2].startswith("_")]
 
 
 def read_fields(config: dict[str, Any], layout: str, target: TargetFiles | None = None) -> dict[str, Any]:
