@@ -16,7 +16,7 @@ from .draft_files import DraftFiles, dtype_name, read_config, read_draft
 from .layouts import WRITTEN, public_config, speculators_config, written_name
 from .modeling_domino import DominoForSpeculativeDraft
 from .refit import add_fresh_head, refit
-from .stored_tensors import StoredTensor, new_folder, open_tensors, write_safetensors
+from .stored_tensors import StoredTensor, new_folder, open_tensors, refuse_existing, write_safetensors
 from .target_files import TargetFiles, local_folder
 from .validators import Checkpoint, Violation, violations
 
@@ -86,26 +86,26 @@ def convert(
         raise ValueError("Widths of the head are those of the draft; `--fresh-head` alone may choose them.")
     if to.startswith("speculators") and target is None:
         raise ValueError(f"The layout {to} brings the target's embeddings and head along: name it with `--target`.")
+    refuse_existing(destination, force=force)  # before any work
+    new_target = TargetFiles(target) if target else None
+    draft = read_draft(
+        source,
+        target=_trained_for(source, new_target, old_target, to),
+        assume_public=assume_public,
+        ignore_keys=ignore_keys,
+        dtype=DTYPES.get(dtype),
+    )
+    if adapter:
+        merge_adapter(draft, adapter)
+    if fresh_head:
+        add_fresh_head(draft, seed=seed, gru_hidden_dim=gru_hidden_dim, emb_dim=emb_dim)
+    if to == "domino" and new_target is not None:
+        refit(draft, new_target, old_target=TargetFiles(old_target) if old_target else None, seed=seed)
+    if to == "sglang" and dtype is None and draft.dtype != torch.bfloat16:
+        draft.cast(torch.bfloat16)
+    config, tensors = lay_out(draft, to, new_target)
+    _refuse(to, violations(ENGINE_OF[to], Checkpoint(config, tensors, new_target)))
     with new_folder(destination, force=force) as folder:
-        new_target = TargetFiles(target) if target else None
-        trained_for = _trained_for(source, new_target, old_target, to)
-        draft = read_draft(
-            source,
-            target=trained_for,
-            assume_public=assume_public,
-            ignore_keys=ignore_keys,
-            dtype=DTYPES.get(dtype),
-        )
-        if adapter:
-            merge_adapter(draft, adapter)
-        if fresh_head:
-            add_fresh_head(draft, seed=seed, gru_hidden_dim=gru_hidden_dim, emb_dim=emb_dim)
-        if to == "domino" and new_target is not None:
-            refit(draft, new_target, old_target=TargetFiles(old_target) if old_target else None, seed=seed)
-        if to == "sglang" and dtype is None and draft.dtype != torch.bfloat16:
-            draft.cast(torch.bfloat16)
-        config, tensors = lay_out(draft, to, new_target)
-        _refuse(to, violations(ENGINE_OF[to], Checkpoint(config, tensors, new_target)))
         if to == "domino":
             _write_code_and_config(draft, folder)
         else:

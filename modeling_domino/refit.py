@@ -1,6 +1,7 @@
 """Warm starts: a new head on a DFlash backbone, and a draft whose shapes are re-fitted to another target."""
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -74,7 +75,8 @@ def refit(draft: DraftFiles, target: TargetFiles, *, old_target: TargetFiles | N
         "eos_token_id": text.eos_token_id,
         "pad_token_id": text.pad_token_id,
     }
-    if not same_tokens:
+    taken = [changes[f"{kind}_token_id"] for kind in ("bos", "eos", "pad")]
+    if not same_tokens or any(before.mask_token_id in (ids if isinstance(ids, list) else [ids]) for ids in taken):
         changes["mask_token_id"] = _new_mask(draft, target.tokenizer, text.vocab_size)
     theta = rope_theta(vars(text))
     if theta is not None and theta != before.rope_parameters["rope_theta"]:
@@ -96,7 +98,10 @@ def refit(draft: DraftFiles, target: TargetFiles, *, old_target: TargetFiles | N
 
 
 def _changed(config: DominoConfig, **changes) -> DominoConfig:
-    return DominoConfig.from_dict({**config.to_dict(), **changes})
+    try:
+        return DominoConfig.from_dict({**config.to_dict(), **changes})
+    except StrictDataclassError as error:
+        raise ValueError(f"The draft cannot be re-fitted so: {' '.join(str(error).split())}") from None
 
 
 def _taps_at_same_depth(config: DominoConfig, layers: int) -> tuple[list[int], list[int] | None]:

@@ -151,6 +151,15 @@ def write_safetensors(path: str | Path, tensors: dict[str, StoredTensor]) -> Non
         os.fsync(file.fileno())
 
 
+def refuse_existing(destination: str | Path, *, force: bool) -> None:
+    """FileExistsError where `destination` exists and may not be replaced."""
+    destination = Path(destination)
+    if destination.exists() and not force:
+        raise FileExistsError(f"{destination} exists: name another folder, or add `--force` to replace it.")
+    if destination.exists() and not destination.is_dir():
+        raise FileExistsError(f"{destination} is a file, not a folder: name another one.")
+
+
 @contextmanager
 def new_folder(destination: str | Path, *, force: bool) -> Iterator[Path]:
     """
@@ -159,11 +168,8 @@ def new_folder(destination: str | Path, *, force: bool) -> Iterator[Path]:
     Raises:
         FileExistsError: `destination` exists and `force` is not set.
     """
+    refuse_existing(destination, force=force)
     destination = Path(destination).absolute()
-    if destination.exists() and not force:
-        raise FileExistsError(f"{destination} exists: name another folder, or add `--force` to replace it.")
-    if destination.exists() and not destination.is_dir():
-        raise FileExistsError(f"{destination} is a file, not a folder: name another one.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as unfinished:
         folder, replaced = Path(unfinished, "new"), Path(unfinished, "replaced")
@@ -184,4 +190,4 @@ def is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-__all__ = ["StoredTensor", "is_float", "new_folder", "open_tensors", "write_safetensors"]
+__all__ = ["StoredTensor", "is_float", "new_folder", "open_tensors", "refuse_existing", "write_safetensors"]

@@ -99,8 +99,11 @@ class TargetFiles:
 
 def local_folder(name: str) -> Path:
     """The folder itself, or that of a Hub repository, whose configuration and weights are fetched if need be."""
-    if Path(name).is_dir():
-        return Path(name)
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or path.exists() or name.count("/") > 1 or name.startswith("."):
+        raise FileNotFoundError(f"{name} is no folder: name one that holds config.json and weights, or a Hub id.")
     patterns = ["*.json", "*.safetensors", "pytorch_model*.bin"]
     return Path(snapshot_download(name, allow_patterns=patterns))
 

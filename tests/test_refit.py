@@ -128,6 +128,15 @@ def test_rows_of_the_head_follow_the_strings_of_their_tokens(tmp_path):
     assert (config.vocab_size, config.mask_token_id) == (32, 22)
 
 
+def test_a_mask_token_that_the_new_target_uses_is_replaced(tmp_path):
+    save_target(tmp_path / "new", LETTERS[:20], eos_token_id=MASK)
+    draft = make_draft(make_target(seed=6))
+    draft.save_pretrained(tmp_path / "draft")
+    notes = convert(str(tmp_path / "draft"), tmp_path / "refitted", to="domino", target=str(tmp_path / "new"))
+    assert f"`mask_token_id` {MASK} became 20, a row that no token uses." in notes
+    assert load(tmp_path / "refitted").config.mask_token_id == 20
+
+
 def test_taps_move_to_the_same_depth_with_their_columns(tmp_path):
     target = save_target(tmp_path / "old", LETTERS, num_hidden_layers=9)
     save_target(tmp_path / "new", LETTERS, num_hidden_layers=17)
