@@ -6,12 +6,15 @@ from typing import Annotated
 
 import typer
 
+from .cli_conversion import convert, validate
 from .cli_errors import plain_errors
 from .cli_evaluation import app as evaluation_app
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Domino speculative decoding for transformers.")
 app.add_typer(evaluation_app, name="evaluate")
+app.command()(convert)
+app.command()(validate)
 
 
 @app.command()

@@ -19,6 +19,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 DOMINO_PROJECTORS = ("domino", "causal_v5")
+PLAIN_PROJECTORS = (None, "dflash")  # DFlash: a backbone without a correction head
 # What a file must say: no shape of a tensor and no error would tell of a wrong default.
 REQUIRED_KEYS = ("shift_label", "pure_draft_prefix_len", "block_size", "mask_token_id")
 # Other frameworks' lists of taps, which count the embedding output as 0.
@@ -206,7 +207,7 @@ class DominoConfig(Qwen3Config):
             if name not in overrides:
                 fields[name] = inherit(name, default)
         if "rope_parameters" not in overrides:
-            theta = _rope_theta(vars(text))
+            theta = rope_theta(vars(text))
             if theta is None:
                 theta = 10_000.0
                 invented.append(f"rope_theta={theta:g}")
@@ -239,7 +240,7 @@ class DominoConfig(Qwen3Config):
         """
         config_dict = read_public_layout(config_dict)
         missing = [key for key in REQUIRED_KEYS if config_dict.get(key) is None]
-        if _rope_theta(config_dict) is None:
+        if rope_theta(config_dict) is None:
             missing.append("rope_theta")
         if missing:
             raise ValueError(
@@ -252,7 +253,8 @@ class DominoConfig(Qwen3Config):
             if key in config_dict:
                 raise ValueError(
                     f"`{key}: {config_dict[key]}` counts the embedding output as 0; a Domino draft names its taps in "
-                    "`target_layer_ids`, where 0 is the first decoder layer: subtract one from each and rename the key."
+                    "`target_layer_ids`, where 0 is the first decoder layer: subtract one from each and rename the key "
+                    "(`domino convert` does so for a speculators file)."
                 )
         return super().from_dict(config_dict, **kwargs)
 
@@ -304,31 +306,82 @@ def pick_mask_token(tokenizer, embedding_rows: int) -> tuple[int, str]:
 def read_public_layout(config_dict: dict[str, Any]) -> dict[str, Any]:
     """Flattens the public layout (nested `dflash_config`) into our fields; our own layout passes unchanged.
 
+    A plain DFlash file, which has no correction head, is unshifted by definition and keeps `projector_type: dflash`,
+    so that whoever loads the weights knows that no head belongs to them.
+
     Raises:
-        ValueError: A key stands in both places with different values, or the file is no Domino draft.
+        ValueError: A key stands in both places with different values, or the file wants what a Domino draft has not.
     """
     if "dflash_config" not in config_dict:
         return config_dict
     flat = {key: value for key, value in config_dict.items() if key not in ("dflash_config", "auto_map")}
-    nested = dict(config_dict["dflash_config"])
-    projector = nested.pop("projector_type", None)
-    if projector not in DOMINO_PROJECTORS:
-        raise ValueError(
-            f"`dflash_config.projector_type` is {projector!r}, expected one of {DOMINO_PROJECTORS}: this file is not a "
-            "Domino draft."
-        )
-    for key, value in nested.items():
+    for key, value in config_dict["dflash_config"].items():
         if flat.get(key) not in (None, value):
             raise ValueError(
                 f"`{key}` is {flat[key]} at the top level but {value} in `dflash_config`: make the two agree."
             )
         flat[key] = value
+    projector = flat.pop("projector_type", None)
+    if projector in PLAIN_PROJECTORS:
+        _read_as_plain(flat)
+    elif projector not in DOMINO_PROJECTORS:
+        raise ValueError(
+            f"`dflash_config.projector_type` is {projector!r}, expected one of {DOMINO_PROJECTORS}, or 'dflash' for a "
+            "draft without a head: this file is not a Domino draft."
+        )
+    _read_legacy_options(flat)
+    _read_window(flat)
     flat["model_type"] = DominoConfig.model_type
     flat["architectures"] = ["DominoForSpeculativeDraft"]
     return flat
 
 
-def _rope_theta(config: dict[str, Any]) -> float | None:
+def _read_as_plain(flat: dict[str, Any]) -> None:
+    if flat.get("shift_label"):
+        raise ValueError(
+            "`shift_label` is true in a file without a Domino head (`dflash_config.projector_type` is missing or "
+            "'dflash'), but DFlash drafts are unshifted: if the file has a head, add `projector_type: domino`."
+        )
+    flat["shift_label"] = False
+    if flat.get("pure_draft_prefix_len") is None:
+        flat["pure_draft_prefix_len"] = 1  # without a head it changes nothing
+    for key in ("emb_dim", "gru_hidden_dim"):
+        if flat.get(key) is None:
+            flat.pop(key, None)
+    flat["projector_type"] = "dflash"
+
+
+def _read_legacy_options(flat: dict[str, Any]) -> None:
+    """Switches of early training code: off, they say nothing; on, they stand for parts that no public draft has."""
+    for key in ("use_bias_norm", "use_bias_gate"):
+        if flat.pop(key, False):
+            raise ValueError(f"`{key}` is true, which this implementation has not: no public draft uses it.")
+    flat.pop("bias_gate_init", None)
+
+
+def _read_window(flat: dict[str, Any]) -> None:
+    """ModelOpt's way to say that all layers slide: `use_swa`, with `layer_types` left at full attention."""
+    if flat.pop("causal", False):
+        raise ValueError(
+            "`causal` is true: the sliding layers of this draft see a block from left to right only, but Domino layers "
+            "see it both ways. Decoding it here would lose acceptance without an error."
+        )
+    use_swa, window = flat.pop("use_swa", False), flat.pop("swa_window_size", None)
+    if not use_swa:
+        return
+    if window is None:
+        window = flat.get("sliding_window")
+    if window is None or flat.get("sliding_window") not in (None, window):
+        raise ValueError(
+            f"`use_swa` is true, but `swa_window_size` is {window} and `sliding_window` {flat.get('sliding_window')}: "
+            "state one window."
+        )
+    flat["sliding_window"] = window
+    if "sliding_attention" not in (flat.get("layer_types") or []):
+        flat["layer_types"] = ["sliding_attention"] * flat.get("num_hidden_layers", DominoConfig.num_hidden_layers)
+
+
+def rope_theta(config: dict[str, Any]) -> float | None:
     """The rope base; that of the full-attention layers where each layer type has its own. New place, then old."""
     parameters = config.get("rope_parameters") or {}
     parameters = parameters.get("full_attention") or parameters
@@ -337,4 +390,4 @@ def _rope_theta(config: dict[str, Any]) -> float | None:
 
 DominoConfig.register_for_auto_class()
 
-__all__ = ["DominoConfig", "pick_mask_token", "read_public_layout", "spread_layer_ids"]
+__all__ = ["DominoConfig", "pick_mask_token", "read_public_layout", "rope_theta", "spread_layer_ids"]

@@ -304,13 +304,16 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """As `PreTrainedModel.from_pretrained`, for our layout and the public one (`logit_head.` prefix too).
 
+        A draft without a head (a plain DFlash file) decodes with the head off.
+
         Raises:
             ValueError: Tensors are missing or unknown, except that all four head tensors may be absent together,
-                which gives a neutral head and a warning.
+                which gives a neutral head, turned off, and a warning.
         """
         kwargs["key_mapping"] = {r"^logit_head\.": "", **(kwargs.get("key_mapping") or {})}
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        _check_tensors(str(pretrained_model_name_or_path), info)
+        is_plain = vars(model.config).pop("projector_type", None) == "dflash"  # read_public_layout says so
+        model.head_enabled = _check_tensors(str(pretrained_model_name_or_path), info, is_plain)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory, *args, save_original_format: bool = False, **kwargs):
@@ -349,20 +352,28 @@ def _dense(linear: nn.Module) -> Tensor:
     return linear(torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)).T.contiguous()
 
 
-def _check_tensors(name: str, info: dict) -> None:
+def _check_tensors(name: str, info: dict, is_plain: bool) -> bool:
+    """Refuses what does not belong to the configuration; returns whether there is a head."""
     missing, unexpected = set(info["missing_keys"]), set(info["unexpected_keys"])
-    if missing == HEAD_TENSORS:
+    has_head = not missing >= HEAD_TENSORS
+    if not has_head:
         logger.warning(
-            f"{name} holds no correction head: a neutral one was initialised (final logits equal base logits). Train "
-            "it before expecting more than the backbone gives."
+            f"{name} holds no correction head: a neutral one was initialised and turned off, so the draft decodes with "
+            "its base logits. Train the head before expecting more than the backbone gives."
         )
-        missing = set()
+        missing -= HEAD_TENSORS
     if missing or unexpected:
         raise ValueError(
             f"{name} is not a Domino draft of this configuration: missing tensors {sorted(missing)}, unknown tensors "
             f"{sorted(unexpected)}. Check that config.json belongs to these weights; the four head tensors may only be "
             "absent all together."
         )
+    if has_head and is_plain:
+        raise ValueError(
+            f"{name} holds the tensors of a Domino head, but its config.json describes a DFlash draft without one: add "
+            "`projector_type`, `shift_label`, `pure_draft_prefix_len`, `gru_hidden_dim` and `emb_dim` as it was trained."
+        )
+    return has_head
 
 
 DominoForSpeculativeDraft.register_for_auto_class("AutoModel")

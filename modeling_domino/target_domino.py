@@ -39,6 +39,11 @@ class BorrowedTarget:
         self._embedding_device, _ = _placement(self.embedding, target)
         self._head_device, self._head_dtype = _placement(self.lm_head, target)
 
+    @property
+    def scales_logits(self) -> bool:
+        """Whether logits are more than the product with the head: multiplied, or soft-capped."""
+        return self._multiplier != 1.0 or self._softcap is not None
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings [..., H] of token ids, as the target's embedding module gives them."""
         return self.embedding(token_ids.to(self._embedding_device))

@@ -57,8 +57,8 @@ class DominoTrainer(Trainer):
         _check_draft(model, target, self.borrowed)
         options = (model.config, args.num_anchors, args.loss_decay_gamma, args.seed)
         collator = kwargs.pop("data_collator", None) or BlockCollator(*options)
+        find_speculator(model).head_enabled = args.train_head  # off in a draft that was loaded without one
         if not args.train_head:
-            find_speculator(model).head_enabled = False
             for name, parameter in model.named_parameters():
                 if name.startswith(("prefix_gru.", "embed_proj.")):
                     parameter.requires_grad_(False)

@@ -133,6 +133,7 @@ def test_checkpoint_without_a_head_gets_a_neutral_one_and_a_warning(draft, tmp_p
     loaded = DominoForSpeculativeDraft.from_pretrained(folder)
     [warning] = [r.getMessage() for r in caplog.records if r.name == "modeling_domino.modeling_domino"]
     assert f"{folder} holds no correction head" in warning
+    assert not loaded.head_enabled
     tensors = loaded.state_dict()
     assert_same_tensors(
         {name: tensor for name, tensor in tensors.items() if name not in HEAD},
@@ -140,6 +141,17 @@ def test_checkpoint_without_a_head_gets_a_neutral_one_and_a_warning(draft, tmp_p
     )
     assert all(tensors[name].isfinite().all() and tensors[name].abs().max() > 0 for name in HEAD[:3])
     assert tensors["embed_proj.2.weight"].abs().max() == 0  # final logits equal base logits
+
+
+def test_a_head_beside_a_plain_dflash_configuration_is_refused(target, tmp_path):
+    """Such a file would decode unshifted, at about one token a round."""
+    draft = make_draft(target, shift_label=False)
+    folder = write_public(tmp_path / "public", draft)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dflash_config"]["projector_type"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="holds the tensors of a Domino head, but its config.json describes a DFlash"):
+        DominoForSpeculativeDraft.from_pretrained(folder)
 
 
 CHANGES = {

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import BOS, EOS, MASK, PAD, SIZES, make_config, make_target
 from huggingface_hub.errors import StrictDataclassError
+from published import public_shapes
 from tokenizers import Tokenizer, models
 from transformers import (
     Gemma3Config,
@@ -286,6 +287,24 @@ def test_public_layout_is_read(projector, tmp_path):
     assert fields == nested(projector_type=projector)  # reading changes no argument
 
 
+@pytest.mark.parametrize("projector", ["dflash", None])
+def test_a_plain_dflash_file_is_unshifted_and_marked(projector):
+    head = {"shift_label": None, "pure_draft_prefix_len": None, "emb_dim": None, "gru_hidden_dim": None}
+    fields = nested(projector_type=projector, **head)
+    del fields["emb_dim"]
+    config = DominoConfig.from_dict(fields)
+    assert config.shift_label is False and config.projector_type == "dflash"
+    assert (config.pure_draft_prefix_len, config.emb_dim, config.gru_hidden_dim) == (1, 256, 1024)
+
+
+def test_modelopts_window_slides_in_every_layer_and_legacy_switches_vanish():
+    fields = nested(use_swa=True, swa_window_size=8, causal=False, use_bias_norm=False, bias_gate_init=-2.0)
+    config = DominoConfig.from_dict({**fields, "sliding_window": 8})
+    assert (config.sliding_window, config.layer_types) == (8, ["sliding_attention"] * 2)
+    assert not {"use_swa", "swa_window_size", "causal", "use_bias_norm", "bias_gate_init"} & set(config.to_dict())
+    assert DominoConfig.from_dict(nested(use_swa=False)).layer_types == ["full_attention"] * 2
+
+
 def test_block_size_may_be_nested_only():
     fields = nested(block_size=3)
     del fields["block_size"]
@@ -297,43 +316,24 @@ def test_block_size_may_be_nested_only():
     [
         ({**nested(emb_dim=128), "emb_dim": 256}, "`emb_dim` is 256 at the top level but 128 in `dflash_config`"),
         (nested(block_size=8), "`block_size` is 5 at the top level but 8 in `dflash_config`"),
-        (nested(projector_type="dflash"), "`dflash_config.projector_type` is 'dflash'.*not a Domino draft"),
-        (nested(projector_type=None), "`dflash_config.projector_type` is None"),
+        (nested(projector_type="dspark"), "`dflash_config.projector_type` is 'dspark'.*not a Domino draft"),
+        (nested(projector_type="dflash", shift_label=True), "`shift_label` is true in a file without a Domino head"),
+        (nested(projector_type=None, shift_label=True), "`shift_label` is true in a file without a Domino head"),
+        (nested(use_bias_gate=True), "`use_bias_gate` is true, which this implementation has not"),
+        (nested(causal=True), "`causal` is true: the sliding layers of this draft see a block from left to right"),
+        (nested(use_swa=True), "`use_swa` is true, but `swa_window_size` is None"),
+        ({**nested(use_swa=True, swa_window_size=8), "sliding_window": 9}, "`swa_window_size` is 8 and.* 9"),
         (nested(shift_labels=True), "no field `shift_labels`: did you mean `shift_label`"),
         (nested(shift_label="true"), "shift_label"),
     ],
-    ids=["conflict", "block_conflict", "dflash", "no_projector", "misspelt", "no_boolean"],
+    ids=[
+        *["conflict", "block_conflict", "dspark", "shifted_dflash", "no_projector", "gate", "causal", "no_window"],
+        *["two_windows", "misspelt", "no_boolean"],
+    ],
 )
 def test_public_file_that_contradicts_itself_is_refused(fields, words):
     with pytest.raises((ValueError, StrictDataclassError), match=words):
         DominoConfig.from_dict(fields)
-
-
-def public_shapes(hidden: int, intermediate: int) -> dict[str, list[int]]:
-    """Names and shapes of the public Qwen3 checkpoints: 32/8 heads of 128, five layers, G 1024, R 256."""
-    layer = {
-        "input_layernorm.weight": [hidden],
-        "post_attention_layernorm.weight": [hidden],
-        "self_attn.q_proj.weight": [4096, hidden],
-        "self_attn.k_proj.weight": [1024, hidden],
-        "self_attn.v_proj.weight": [1024, hidden],
-        "self_attn.o_proj.weight": [hidden, 4096],
-        "self_attn.q_norm.weight": [128],
-        "self_attn.k_norm.weight": [128],
-        "mlp.gate_proj.weight": [intermediate, hidden],
-        "mlp.up_proj.weight": [intermediate, hidden],
-        "mlp.down_proj.weight": [hidden, intermediate],
-    }
-    return {
-        "fc.weight": [hidden, 5 * hidden],
-        "hidden_norm.weight": [hidden],
-        "norm.weight": [hidden],
-        "prefix_gru.weight_ih_l0": [3072, hidden],
-        "prefix_gru.weight_hh_l0": [3072, 1024],
-        "embed_proj.0.weight": [256, hidden + 1024],
-        "embed_proj.2.weight": [151936, 256],
-        **{f"layers.{i}.{name}": shape for i in range(5) for name, shape in layer.items()},
-    }
 
 
 QWEN3_4B = Qwen3Config(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_key_value_heads=8)
