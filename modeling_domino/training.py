@@ -24,6 +24,11 @@ from .training_arguments import DominoTrainingArguments
 
 
 RECIPE_FIELDS = (
+    "learning_rate",
+    "weight_decay",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
     "num_anchors",
     "loss_decay_gamma",
     "lambda_base_start",
@@ -188,6 +193,8 @@ class DominoTrainer(Trainer):
             return  # every process comes here
         recipe = {name: getattr(self.args, name) for name in RECIPE_FIELDS}
         recipe["target"] = self.target.config.name_or_path
+        recipe["target_revision"] = getattr(self.target.config, "_commit_hash", None)
+        recipe["steps"] = self.state.global_step
         path = Path(output_dir or self.args.output_dir) / "training_recipe.json"
         path.write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
 
