@@ -28,7 +28,7 @@ def scan(folder: str | Path, repo_id: str) -> None:
     """
     Args:
         folder: Everything in it is read; of weights the header, where names and notes stand.
-        repo_id: May be written out, a user name in it too.
+        repo_id: Its namespace is public, also where it is the user's name.
 
     Raises:
         ValueError: Something was found.
@@ -61,8 +61,8 @@ def _findings(path: Path, line: str, repo_id: str) -> list[str]:
         found.append("a path of this machine")
     # In code a name such as `max` is a word like any other.
     if path.suffix != ".py" and path.name != "LICENSE":
-        for name in {getpass.getuser(), Path.home().name} - NOBODY:
-            if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", line.replace(repo_id, "")):
+        for name in {getpass.getuser(), Path.home().name} - NOBODY - {repo_id.partition("/")[0]}:
+            if re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", line):
                 found.append("your user name")
     return found
 

@@ -21,6 +21,7 @@ from .metrics import WindowMetrics
 from .speculation_domino import check_fit
 from .target_domino import BorrowedTarget
 from .training_arguments import DominoTrainingArguments
+from .uploading import HubUploads
 
 
 RECIPE_FIELDS = (
@@ -40,7 +41,7 @@ RECIPE_FIELDS = (
 )
 
 
-class DominoTrainer(Trainer):
+class DominoTrainer(HubUploads, Trainer):
     """
     Trains a draft for one target; a `Trainer` in everything else.
 
@@ -65,6 +66,7 @@ class DominoTrainer(Trainer):
             for name, parameter in model.named_parameters():
                 if name.startswith(("prefix_gru.", "embed_proj.")):
                     parameter.requires_grad_(False)
+        self.target = target  # whose name a push needs before training begins
         super().__init__(model=model, args=args, data_collator=collator, **kwargs)
         self.eval_collator = BlockCollator(*options)  # the same anchors at every evaluation
         self.loss_is_scaled_for_ga = True  # by the weights of the whole optimizer step

@@ -224,10 +224,13 @@ class Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in repo.commits[oid].files]
         return 200, {}, {"id": repo_id, "sha": oid, "private": repo.private, "siblings": siblings, "tags": []}
 
-    def tree(self, repo_id: str, revision: str):
+    def tree(self, repo_id: str, revision: str, folder: str | None):
         repo = self.repo(repo_id)
         files = repo.commits[self.at(repo, revision)].files
-        return 200, {}, [{"path": path, **blob.entry} for path, blob in files.items()]
+        listed = [{"path": p, **blob.entry} for p, blob in files.items() if p.startswith(f"{folder}/" if folder else "")]
+        if not listed:
+            raise Refusal(404, f"{folder} does not exist", "EntryNotFound")
+        return 200, {}, listed
 
     def preupload(self, repo_id: str, revision: str):
         repo = self.repo(repo_id, write="create_pr" not in self.query)
@@ -323,19 +326,20 @@ class Handler(BaseHTTPRequestHandler):
         return 200, headers, (self.hub.folder / blob.oid).read_bytes()
 
 
+REVISION = r"(?P<revision>refs/pr/\d+|[^/]+)"
 ROUTES = [
     ("GET /api/whoami-v2", "whoami"),
     ("POST /api/validate-yaml", "validate_yaml"),
     ("POST /api/repos/create", "create"),
     ("PUT /lfs/(?P<oid>[0-9a-f]{64})", "lfs_put"),
     (r"POST /(?P<repo_id>[\w.-]+/[\w.-]+)\.git/info/lfs/objects/batch", "lfs_batch"),
-    (r"(GET|HEAD) /(?P<repo_id>[\w.-]+/[\w.-]+)/resolve/(?P<revision>refs/pr/\d+|[^/]+)/(?P<path>.+)", "resolve"),
+    (rf"(GET|HEAD) /(?P<repo_id>[\w.-]+/[\w.-]+)/resolve/{REVISION}/(?P<path>.+)", "resolve"),
     *(
         (rf"{verb} /api/models/(?P<repo_id>[\w.-]+/[\w.-]+){rest}", method)
         for verb, rest, method in [
             ("GET", "", "info"),
             ("GET", "/revision/(?P<revision>.+)", "info"),
-            ("GET", "/tree/(?P<revision>.+)", "tree"),
+            ("GET", rf"/tree/{REVISION}(/(?P<folder>.+))?", "tree"),
             ("POST", "/preupload/(?P<revision>.+)", "preupload"),
             ("POST", "/commit/(?P<revision>.+)", "commit"),
             ("POST", "/branch/(?P<name>.+)", "branch"),
