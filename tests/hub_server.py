@@ -227,7 +227,9 @@ class Handler(BaseHTTPRequestHandler):
     def tree(self, repo_id: str, revision: str, folder: str | None):
         repo = self.repo(repo_id)
         files = repo.commits[self.at(repo, revision)].files
-        listed = [{"path": p, **blob.entry} for p, blob in files.items() if p.startswith(f"{folder}/" if folder else "")]
+        listed = [
+            {"path": p, **blob.entry} for p, blob in files.items() if p.startswith(f"{folder}/" if folder else "")
+        ]
         if not listed:
             raise Refusal(404, f"{folder} does not exist", "EntryNotFound")
         return 200, {}, listed

@@ -25,12 +25,13 @@ from hub_upload.facts import read_facts
 from hub_upload.results import read_evaluation
 from hub_upload.scan import scan
 from hub_upload.upload import upload
-from modeling_domino import DominoForSpeculativeDraft, DominoTrainer
+from modeling_domino import DominoTrainer
 from modeling_domino.evaluation import Evaluation, evaluate
 from modeling_domino.evaluation_report import summarise
 
 
 ROOT = Path(__file__).parents[1]
+SHIPPED = ROOT / "examples" / "smollm2-135m-domino"
 TOKEN, READER = "hf_" + "w" * 20, "hf_" + "r" * 20
 REPO = "someone/domino-tiny.v1"
 FACTS = {"target": "someone/target", "license": "apache-2.0"}
@@ -67,6 +68,7 @@ def hub(tmp_path, monkeypatch):
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{repo_id}")
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "".join(template[1:]))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("transformers.trainer.hf_api", HfApi)  # which keeps the first endpoint that it sees
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # of retries
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         yield server
@@ -291,12 +293,33 @@ def test_a_repository_that_needs_more_is_found_out(assembled, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def seen(assembled) -> dict:
-    return visit(assembled)
+def dry_run(tmp_path_factory):
+    """The README's command, the folder it leaves, and what the stranger saw in it."""
+    folder = tmp_path_factory.mktemp("dry") / "out"
+    visits = []
+
+    def noted(*args, **kwargs):
+        visits.append(visit(*args, **kwargs))
+        return visits[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hub_upload.publish.visit", noted)
+        result = run(SHIPPED, "someone/smollm2-135m-domino", "--dry-run", "--output", folder)
+    return result, folder, visits
 
 
-def test_what_a_stranger_saw_is_compared(seen, checkpoint):
-    draft = load_draft(checkpoint)
+def test_the_readmes_dry_run_works_without_a_network(dry_run):
+    result, folder, _ = dry_run
+    assert result.exit_code == 0, result.output
+    assert set(files_of(folder)) == FILES
+    for name, size in files_of(folder).items():
+        assert f"{size:,}  {name}" in result.output
+    assert "the same weights bit for bit" in result.output and "Dry run: nothing was uploaded." in result.output
+    assert ModelCard.load(folder / "README.md").data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_what_a_stranger_saw_is_compared(dry_run):
+    draft, [seen] = load_draft(SHIPPED), dry_run[2]
     decoded = check(seen, "the folder", draft)
     assert decoded["tokens"] == seen["custom_generate"]["tokens"] and len(decoded["tokens"]) == 24
     wrong = seen["decoded"] | {"gap": 0.5}
@@ -313,19 +336,6 @@ def test_what_a_stranger_saw_is_compared(seen, checkpoint):
         draft.norm.weight[0] += 1
     with pytest.raises(ValueError, match="other weights"):
         check(seen, "the folder", draft)
-
-
-def test_the_readmes_dry_run_works_without_a_network(tmp_path):
-    folder = tmp_path / "out"
-    result = run(
-        *[ROOT / "examples" / "smollm2-135m-domino", "someone/smollm2-135m-domino", "--dry-run", "--output", folder]
-    )
-    assert result.exit_code == 0, result.output
-    assert set(files_of(folder)) == FILES
-    for name, size in files_of(folder).items():
-        assert f"{size:,}  {name}" in result.output
-    assert "the same weights bit for bit" in result.output and "Dry run: nothing was uploaded." in result.output
-    assert ModelCard.load(folder / "README.md").data.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 # Uploads
@@ -385,6 +395,11 @@ def test_branches_tags_and_pull_requests(assembled, hub, tmp_path):
         send(folder, tag="v1")
 
 
+# huggingface_hub's own upload of one file.
+lfs_put = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@lfs_put
 def test_weights_in_lfs_without_xet(assembled, hub, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     hub.lfs = True
@@ -448,6 +463,7 @@ def test_one_server_error_is_survived(xet, assembled, hub, monkeypatch):
     assert heads(hub) == 2
 
 
+@lfs_put
 def test_a_server_that_stays_down_is_told_with_what_is_there(assembled, hub, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     hub.lfs = True
@@ -540,7 +556,7 @@ def test_the_cards_lines_run_as_they_are_pasted(assembled, hub, tmp_path):
     assert hub.asked(f"GET /{REPO}/resolve/.*/custom_generate/generate.py")
 
 
-def test_update_code_replaces_the_code_and_says_what_changed(assembled, seen, hub, tmp_path, monkeypatch):
+def test_update_code_replaces_the_code_and_says_what_changed(assembled, hub, tmp_path, monkeypatch):
     folder = shutil.copytree(assembled, tmp_path / "old")
     code = (folder / "statistics_domino.py").read_text()
     (folder / "statistics_domino.py").write_text(code + "\n\nOLD = True\n")
@@ -548,12 +564,15 @@ def test_update_code_replaces_the_code_and_says_what_changed(assembled, seen, hu
     card = (folder / "README.md").read_text()
     (folder / "README.md").write_text(re.sub("modeling_domino 0.1.0, .*", "modeling_domino 0.0.9, commit abc", card))
     send(folder)
+    weights, visits = hub.asked("GET .*/model.safetensors"), []
+
+    def noted(*args, **kwargs):
+        visits.append(visit(*args, **kwargs))
+        return visits[-1]
+
     with monkeypatch.context() as patch:
-        patch.setattr("hub_upload.update.visit", lambda *args, **kwargs: seen)
-        dry = run("--update-code", REPO, "--dry-run")
-    assert dry.exit_code == 0 and "Dry run: nothing was uploaded." in dry.output and heads(hub) == 2, dry.output
-    weights = hub.asked("GET .*/model.safetensors")
-    result = run("--update-code", REPO)
+        patch.setattr("hub_upload.update.visit", noted)
+        result = run("--update-code", REPO)
     assert result.exit_code == 0, result.output
     assert "changed  statistics_domino.py (+0 -3 lines)" in result.output
     assert "removed  older_domino.py (+0 -1 lines)" in result.output
@@ -564,6 +583,11 @@ def test_update_code_replaces_the_code_and_says_what_changed(assembled, seen, hu
     assert heads(hub) == 3 and len(hub.asked("GET .*/model.safetensors")) == len(weights) + 2
     again = run("--update-code", REPO)
     assert again.exit_code == 0 and "holds this version's code already" in again.output and heads(hub) == 3
+    send(folder)
+    monkeypatch.setattr("hub_upload.update.visit", lambda *args, **kwargs: visits.pop(0))  # as before
+    dry = run("--update-code", REPO, "--dry-run")
+    assert dry.exit_code == 0 and "changed  statistics_domino.py" in dry.output, dry.output
+    assert "Dry run: nothing was uploaded." in dry.output and heads(hub) == 4
 
 
 def test_update_code_refuses_what_is_no_draft(hub):
@@ -604,7 +628,16 @@ def trainer(tmp_path, **overrides) -> DominoTrainer:
     return DominoTrainer(make_draft(target), target, args, train_dataset=rows())
 
 
-def test_the_trainer_pushes_what_the_command_uploads(hub, tmp_path):
+def test_the_trainer_pushes_what_the_command_uploads(hub, tmp_path, monkeypatch):
+    visits = []
+
+    def once(*args, **kwargs):
+        """The second visit, to the Hub, is tested above; it would see the same."""
+        visits.append((args, kwargs))
+        once.seen = visit(*args, **kwargs) if len(visits) == 1 else once.seen
+        return once.seen
+
+    monkeypatch.setattr("hub_upload.publish.visit", once)
     training = trainer(tmp_path, hub_private_repo=True, save_strategy="steps", save_steps=1)
     training.train()
     assert heads(hub) == 1
@@ -614,6 +647,7 @@ def test_the_trainer_pushes_what_the_command_uploads(hub, tmp_path):
     assert card.data.base_model == "someone/target" and "| `steps` | `2` |" in card.text
     pushed = hub.repos[REPO].commits[hub.repos[REPO].branches["main"]]
     assert pushed.message == "Model save"
+    assert len(visits) == 2 and visits[1][1]["repository"] == REPO and visits[1][1]["endpoint"] == hub.url
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "model.safetensors").write_bytes(hub.files(REPO)["model.safetensors"])
     state = training.model.state_dict()
@@ -643,7 +677,3 @@ def test_pushes_that_cannot_end_well_are_refused_before_training(hub, tmp_path):
         trainer(tmp_path, hub_target="outputs/target/of/mine")
     with pytest.raises(ValueError, match="`blocking=False` is not offered"):
         trainer(tmp_path).push_to_hub(blocking=False)
-
-
-def test_drafts_load_by_the_package_too(assembled):
-    assert isinstance(DominoForSpeculativeDraft.from_pretrained(assembled), DominoForSpeculativeDraft)
