@@ -50,10 +50,13 @@ def main(
     ] = None,
 ) -> None:
     """Uploads a draft, or an adapter on one, as a repository that works for those who have only transformers."""
+    from transformers.utils import logging
+
     from .assemble import files_of
     from .publish import assemble, assemble_adapted, publish
     from .update import update
 
+    logging.disable_progress_bar()
     with plain_errors("hub_upload"), nullcontext(output) if output else tempfile.TemporaryDirectory() as folder:
         destination = {"revision": revision, "tag": tag, "pull_request": pull_request}
         if pull_request and (revision or tag):
@@ -87,10 +90,10 @@ def main(
         for name, size in sizes.items():
             print(f"{size:>14,}  {name}")
         print(f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files{f', in {output}' if output else ''}")
-        decoded = assembled.decoded
         print(
-            f"Loaded by its own code with torch and transformers alone{' and peft' if adapter else ''}, offline: the same "
-            f"weights bit for bit; the target's text in {decoded['rounds']} rounds (of a random target, unless given)."
+            f"Loaded offline by its own code, with nothing but torch, transformers{' and peft' if adapter else ''}: the "
+            f"same weights bit for bit, and the text of {check_with or 'a random target'} in "
+            f"{assembled.decoded['rounds']} rounds."
         )
         if dry_run:
             print("Dry run: nothing was uploaded.")

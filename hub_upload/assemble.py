@@ -26,6 +26,20 @@ ALLOWED = re.compile(
 )
 
 
+def make_empty(folder: str | Path) -> Path:
+    """
+    A folder to write.
+
+    Raises:
+        ValueError: There is something in it.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: name another folder.")
+    return folder
+
+
 def load_draft(checkpoint: str | Path) -> DominoForSpeculativeDraft:
     """
     The draft in a folder, in the type it was saved in.
@@ -129,3 +143,15 @@ def shipped_code() -> dict[str, bytes]:
     root = Path(modeling_domino.__file__).parent / "modeling_domino.py"
     code = {Path(file).name: Path(file).read_bytes() for file in (root, *get_relative_import_files(root))}
     return code | {name: (HERE / name).read_bytes() for name in GENERATE}
+
+
+__all__ = [
+    "assemble_adapter",
+    "assemble_draft",
+    "files_of",
+    "load_adapter",
+    "load_draft",
+    "make_empty",
+    "refuse_others",
+    "shipped_code",
+]

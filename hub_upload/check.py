@@ -96,12 +96,16 @@ def visit(
             check=False,
         )
     if process.returncode or stranger.MARK not in process.stdout:
-        lines = process.stderr.strip().splitlines() or ["it said nothing"]
         raise ValueError(
-            f"{repository} does not work for somebody who has only torch and transformers: {lines[-1]} (the whole "
-            f"message:)\n{process.stderr.strip()}"
+            f"{repository} does not work for somebody who has only torch and transformers: {_reason(process.stderr)}"
         )
     return json.loads(process.stdout.rsplit(stranger.MARK, 1)[1])
+
+
+def _reason(errors: str) -> str:
+    """The last exception of a traceback, without the way to it."""
+    raised = re.split(r"^(?=[\w.]+(?:Error|Exception|Exit)\b)", errors, flags=re.MULTILINE)[-1]
+    return " ".join(raised.split())[:500] or "the process ended without a word."
 
 
 def check(seen: dict, name: str, draft, adapted=None) -> dict:

@@ -8,7 +8,7 @@ from huggingface_hub import HfApi, get_token, snapshot_download
 
 from modeling_domino import DominoForSpeculativeDraft
 
-from .assemble import assemble_adapter, assemble_draft, load_adapter, load_draft
+from .assemble import assemble_adapter, assemble_draft, load_adapter, load_draft, make_empty
 from .check import check, check_card, visit
 from .facts import Facts, is_hub_id, read_facts
 from .results import read_evaluation
@@ -62,7 +62,7 @@ def assemble(
         ValueError: Something is missing or wrong, or must not leave this machine.
     """
     known = read_facts(checkpoint, repo_id, **facts)
-    folder = _empty(folder)
+    folder = make_empty(folder)
     draft = load_draft(checkpoint)
     results = read_evaluation(evaluation, checkpoint, known) if evaluation is not None else None
     assemble_draft(draft, folder, known, results)
@@ -104,7 +104,7 @@ def assemble_adapted(
         with hub_errors(api, str(draft)):
             place = Path(snapshot_download(str(draft)))
     known = read_facts(place, repo_id, **facts)
-    folder = _empty(folder)
+    folder = make_empty(folder)
     base = load_draft(place)
     adapted = load_adapter(load_draft(place), checkpoint)
     assemble_adapter(adapted, folder, known, draft_id)
@@ -149,14 +149,6 @@ def read_back(api: HfApi, draft: DominoForSpeculativeDraft, adapted=None, **wher
     token = api.token if isinstance(api.token, str) else get_token()
     seen = visit(**where, endpoint=api.endpoint, token=token)
     check(seen, f"{where.get('adapter') or where['repository']} on the Hub", draft, adapted)
-
-
-def _empty(folder: str | Path) -> Path:
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: name another folder.")
-    return folder
 
 
 def _base_of(checkpoint: str | Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi
 
-from .assemble import files_of, load_draft, shipped_code
+from .assemble import files_of, load_draft, make_empty, shipped_code
 from .card import CODE, code_line
 from .check import check, visit
 from .publish import read_back
@@ -52,7 +52,8 @@ def update(
         ValueError: The repository holds no draft, or the new code does not work with its weights; nothing was changed.
     """
     api = api or HfApi()
-    before, after = Path(folder) / "before", Path(folder) / "after"
+    folder = make_empty(folder)
+    before, after = folder / "before", folder / "after"
     with hub_errors(api, repo_id):
         head = api.model_info(repo_id, revision=revision).sha
         api.snapshot_download(repo_id, revision=head, local_dir=before)

@@ -13,9 +13,10 @@ import torch
 from conftest import make_draft, make_target
 from hub_server import HubServer
 from huggingface_hub import HfApi, ModelCard, constants
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_data import chat_tokenizer
 from test_training import arguments, rows
+from transformers.utils import logging
 from typer.testing import CliRunner
 
 from hub_upload.__main__ import app
@@ -37,6 +38,12 @@ REPO = "someone/domino-tiny.v1"
 FACTS = {"target": "someone/target", "license": "apache-2.0"}
 CODE = set(shipped_code())
 FILES = CODE | {"config.json", "model.safetensors", "README.md", "LICENSE"}
+
+
+@pytest.fixture(autouse=True)
+def progress_bars():
+    yield
+    logging.enable_progress_bar()  # which the command turns off
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +159,6 @@ def test_missing_facts_are_asked_for(options, words, tmp_path):
 
 def test_a_draft_without_its_head_is_refused(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint, tmp_path / "draft")
-    from safetensors.torch import save_file
-
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(("prefix_gru", "embed_proj"))}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
@@ -201,8 +206,6 @@ def test_what_should_stay_is_named_by_file_and_line_and_not_shown(file, line, wh
 
 
 def test_names_in_weights_are_read_and_a_repository_may_hold_its_owners_name(assembled, tmp_path, monkeypatch):
-    from safetensors.torch import save_file
-
     monkeypatch.setenv("LOGNAME", "someone")
     scan(assembled, REPO)
     folder = shutil.copytree(assembled, tmp_path / "draft")
@@ -654,10 +657,7 @@ def test_the_trainer_pushes_what_the_command_uploads(hub, tmp_path, monkeypatch)
     assert all(torch.equal(t, state[n]) for n, t in load_file(tmp_path / "there" / "model.safetensors").items())
 
 
-def test_a_checkpoint_that_may_not_leave_does_not_stop_the_training(hub, tmp_path, caplog, monkeypatch):
-    import logging
-
-    monkeypatch.setattr(logging.getLogger("modeling_domino"), "propagate", True)
+def test_a_checkpoint_that_may_not_leave_does_not_stop_the_training(hub, tmp_path, caplog):
     training = trainer(tmp_path, hub_strategy="every_save", save_strategy="steps", save_steps=1)
     training.model.config.notes = "/home/me/notes"
     training.train()
