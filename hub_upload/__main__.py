@@ -90,16 +90,19 @@ def main(
         for name, size in sizes.items():
             print(f"{size:>14,}  {name}")
         print(f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files{f', in {output}' if output else ''}")
+        alone = "torch, transformers and peft" if adapter else "torch and transformers"
         print(
-            f"Loaded offline by its own code, with nothing but torch, transformers{' and peft' if adapter else ''}: the "
-            f"same weights bit for bit, and the text of {check_with or 'a random target'} in "
-            f"{assembled.decoded['rounds']} rounds."
+            f"Loaded offline by its own code, with nothing but {alone}: the same weights bit for bit, and the text of "
+            f"{check_with or 'a random target'} in {assembled.decoded['rounds']} rounds."
         )
         if dry_run:
             print("Dry run: nothing was uploaded.")
             return
         uploaded = publish(
-            assembled, message=message or f"Domino draft for {assembled.facts.target}", private=private, **destination
+            assembled,
+            message=message or f"Domino {'adapter' if adapter else 'draft'} for {assembled.facts.target}",
+            private=private,
+            **destination,
         )
         print(f"{uploaded.pull_request or uploaded.url}{'' if uploaded.changed else ' (nothing had changed)'}")
         print("Loaded from there at that commit: the same weights.")

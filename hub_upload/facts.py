@@ -83,6 +83,13 @@ def read_facts(
     )
 
 
+def known_target(checkpoint: str | Path) -> str | None:
+    """The target that a draft's folder names, in its card or in what training left."""
+    checkpoint = Path(checkpoint)
+    said = _card_data(checkpoint / "README.md")
+    return _one(said.get("base_model")) or _recipe(checkpoint, None).get("target")
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form NAMESPACE/NAME and is no file or folder here."""
     try:
@@ -119,4 +126,4 @@ def _one(value) -> str | None:
     return next(iter(_many(value)), None)
 
 
-__all__ = ["Facts", "is_hub_id", "read_facts"]
+__all__ = ["Facts", "is_hub_id", "known_target", "read_facts"]

@@ -10,7 +10,7 @@ from modeling_domino import DominoForSpeculativeDraft
 
 from .assemble import assemble_adapter, assemble_draft, load_adapter, load_draft, make_empty
 from .check import check, check_card, visit
-from .facts import Facts, is_hub_id, read_facts
+from .facts import Facts, is_hub_id, known_target, read_facts
 from .results import read_evaluation
 from .scan import scan
 from .upload import Uploaded, hub_errors, upload
@@ -79,6 +79,7 @@ def assemble_adapted(
     *,
     draft: str | Path | None = None,
     draft_id: str | None = None,
+    target: str | None = None,
     check_with: str | None = None,
     **facts,
 ) -> Assembled:
@@ -90,6 +91,7 @@ def assemble_adapted(
         repo_id, folder, check_with, facts: See there.
         draft: Folder or Hub id of the draft; what the adapter's configuration names when None.
         draft_id: Hub id of the draft, needed where `draft` is a folder.
+        target: Hub id of the target; what the draft's card names when None.
     """
     draft = draft or _base_of(checkpoint)
     draft_id = draft_id or (str(draft) if is_hub_id(str(draft)) else None)
@@ -103,7 +105,10 @@ def assemble_adapted(
         api = HfApi()
         with hub_errors(api, str(draft)):
             place = Path(snapshot_download(str(draft)))
-    known = read_facts(place, repo_id, **facts)
+    target = target or known_target(place)
+    if target is None:
+        raise ValueError(f"The card must name the target, and {place} does not: add `--target NAMESPACE/NAME`.")
+    known = read_facts(checkpoint, repo_id, target=target, **facts)
     folder = make_empty(folder)
     base = load_draft(place)
     adapted = load_adapter(load_draft(place), checkpoint)

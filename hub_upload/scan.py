@@ -24,17 +24,19 @@ NOBODY = frozenset({"root", "user", "admin", "ubuntu", "debian", "runner", "jovy
 WEIGHTS, PICTURES = ".safetensors", ".png"
 
 
-def scan(folder: str | Path, repo_id: str) -> None:
+def scan(folder: str | Path, repo_id: str, names: list[str] | None = None) -> None:
     """
     Args:
         folder: Everything in it is read; of weights the header, where names and notes stand.
         repo_id: Its namespace is public, also where it is the user's name.
+        names: Files to read instead of all.
 
     Raises:
         ValueError: Something was found.
     """
     found = []
-    for path in sorted(Path(folder).rglob("*")):
+    paths = sorted(Path(folder).rglob("*")) if names is None else [Path(folder) / name for name in names]
+    for path in paths:
         if path.is_dir() or path.suffix == PICTURES:
             continue
         for number, line in enumerate(_text(path).splitlines(), start=1):

@@ -66,7 +66,7 @@ def update(
     if old == new:
         return [f"{repo_id} holds this version's code already: {code_line()}."]
     draft = load_draft(after)
-    scan(after, repo_id)
+    scan(after, repo_id, list(new))
     decoded = check(visit(after, target=check_with), f"{repo_id} with the new code", draft)
     lines = [*_differences(old, new), _compared(before, decoded, check_with)]
     if dry_run:
@@ -88,7 +88,11 @@ def _is_code(name: str) -> bool:
 
 def _write(before: Path, after: Path) -> None:
     """The repository as it will be: all that is no code as it was, but for where the code is named."""
-    shutil.copytree(before, after, ignore=lambda place, names: [n for n in names if _is_code(n)])
+
+    def code(place: str, names: list[str]) -> list[str]:
+        return [name for name in names if _is_code((Path(place) / name).relative_to(before).as_posix())]
+
+    shutil.copytree(before, after, ignore=code)
     for name, content in shipped_code().items():
         (after / name).parent.mkdir(exist_ok=True)
         (after / name).write_bytes(content)

@@ -564,6 +564,7 @@ def test_update_code_replaces_the_code_and_says_what_changed(assembled, hub, tmp
     code = (folder / "statistics_domino.py").read_text()
     (folder / "statistics_domino.py").write_text(code + "\n\nOLD = True\n")
     (folder / "older_domino.py").write_text("OLDER = True\n")
+    (folder / "custom_generate" / "older.py").write_text("OLDER = True\n")
     card = (folder / "README.md").read_text()
     (folder / "README.md").write_text(re.sub("modeling_domino 0.1.0, .*", "modeling_domino 0.0.9, commit abc", card))
     send(folder)
@@ -579,6 +580,7 @@ def test_update_code_replaces_the_code_and_says_what_changed(assembled, hub, tmp
     assert result.exit_code == 0, result.output
     assert "changed  statistics_domino.py (+0 -3 lines)" in result.output
     assert "removed  older_domino.py (+0 -1 lines)" in result.output
+    assert "removed  custom_generate/older.py" in result.output
     assert "the new code decodes the same text" in result.output and "the same weights" in result.output
     assert hub.files(REPO) == {name: (assembled / name).read_bytes() for name in FILES} | {
         ".gitattributes": hub.files(REPO)[".gitattributes"]
