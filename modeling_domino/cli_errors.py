@@ -7,12 +7,12 @@ import typer
 
 
 @contextmanager
-def plain_errors():
+def plain_errors(command: str = "domino"):
     """One sentence and exit code 2 for what a user can mend; a traceback only for what is our fault."""
     try:
         yield
     except (ValueError, OSError) as error:
-        print(f"domino: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 

@@ -15,7 +15,7 @@ class EagleTrainer(DominoTrainer):
     correction head, so curriculum and `train_head` have no effect.
 
     Raises:
-        ValueError: `training_time_test` asks for what this draft always does.
+        ValueError: `training_time_test` asks for what this draft always does, or `push_to_hub` for an upload.
     """
 
     def __init__(self, model, target: PreTrainedModel, args: DominoTrainingArguments, **kwargs):
@@ -24,6 +24,8 @@ class EagleTrainer(DominoTrainer):
                 "`training_time_test` chooses what a correction head reads; an EAGLE-3-style draft has none and is "
                 "always unrolled on its own hidden states: leave it out."
             )
+        if args.push_to_hub:
+            raise ValueError("`push_to_hub` is for Domino drafts: no shipped code loads the EAGLE-3-style baseline.")
         super().__init__(model, target, args, **kwargs)
 
     def _draft_inputs(self, input_ids: Tensor, document_ids: Tensor, context: Tensor, blocks: Blocks) -> dict:

@@ -342,7 +342,7 @@ class EvaluationModels:
         device = self.target.device
         return {
             "modeling_domino": __version__,
-            "commit": _commit(),
+            "commit": source_commit(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "python": platform.python_version(),
@@ -408,10 +408,13 @@ def decoded_of(results: dict, set_name: str, method: str) -> list[Decoded]:
     return decoded
 
 
-def _commit() -> str | None:
-    """Of the repository that this package runs from, if any; with a mark where files differ from it."""
+def source_commit() -> str | None:
+    """Of the repository that this package is a part of, if any; with a mark where files differ from it."""
     git = partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True)
     try:
+        # An installed package may lie inside a repository of something else.
+        if git(["git", "ls-files", "--error-unmatch", Path(__file__).name]).returncode:
+            return None
         found = git(["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"])
     except OSError:
         return None
@@ -428,4 +431,4 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-__all__ = ["Evaluation", "EvaluationModels", "Journal", "decoded_of", "evaluate", "first_difference"]
+__all__ = ["Evaluation", "EvaluationModels", "Journal", "decoded_of", "evaluate", "first_difference", "source_commit"]

@@ -23,9 +23,15 @@ from .metrics import WindowMetrics
 from .speculation_domino import check_fit
 from .target_domino import BorrowedTarget
 from .training_arguments import DominoTrainingArguments
+from .uploading import HubUploads
 
 
 RECIPE_FIELDS = (
+    "learning_rate",
+    "weight_decay",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "seed",
     "num_anchors",
     "loss_decay_gamma",
     "lambda_base_start",
@@ -37,7 +43,7 @@ RECIPE_FIELDS = (
 )
 
 
-class DominoTrainer(Trainer):
+class DominoTrainer(HubUploads, Trainer):
     """
     Trains a draft for one target; a `Trainer` in everything else.
 
@@ -62,6 +68,7 @@ class DominoTrainer(Trainer):
             for name, parameter in model.named_parameters():
                 if name.startswith(("prefix_gru.", "embed_proj.")):
                     parameter.requires_grad_(False)
+        self.target = target  # whose name a push needs before training begins
         super().__init__(model=model, args=args, data_collator=collator, **kwargs)
         self.eval_collator = BlockCollator(*options)  # the same anchors at every evaluation
         self.loss_is_scaled_for_ga = True  # by the weights of the whole optimizer step
@@ -189,7 +196,7 @@ class DominoTrainer(Trainer):
         if not self.args.should_save:
             return  # every process comes here
         recipe = {name: getattr(self.args, name) for name in RECIPE_FIELDS}
-        recipe |= self._target_facts
+        recipe |= {**self._target_facts, "steps": self.state.global_step}
         path = Path(output_dir or self.args.output_dir) / "training_recipe.json"
         path.write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
 

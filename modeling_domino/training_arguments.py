@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
-from transformers.trainer_utils import SchedulerType
+from transformers.trainer_utils import HubStrategy, SchedulerType
 
 
 @dataclass
@@ -45,6 +45,12 @@ class DominoTrainingArguments(TrainingArguments):
         metadata={"help": "Evaluation rows decoded by generate() for `eval_tau`, with and without the head."},
     )
     eval_generate_tokens: int = field(default=64, metadata={"help": "New tokens of each of them."})
+    hub_target: str | None = field(
+        default=None, metadata={"help": "Hub id of the target, for the card of a push; its own name by default."}
+    )
+    hub_license: str | None = field(
+        default=None, metadata={"help": "Licence of the weights, for the card of a push, such as apache-2.0."}
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -61,10 +67,10 @@ class DominoTrainingArguments(TrainingArguments):
             raise ValueError(f"`lambda_base_decay_ratio` is {self.lambda_base_decay_ratio}, expected one in (0, 1].")
         if self.loss_normalizer not in ("step", "forward"):
             raise ValueError(f"`loss_normalizer` is {self.loss_normalizer!r}, expected 'step' or 'forward'.")
-        if self.push_to_hub:
+        if self.push_to_hub and self.hub_strategy not in (HubStrategy.END, HubStrategy.EVERY_SAVE):
             raise ValueError(
-                "`push_to_hub` is True, but the Trainer would upload a repository without code and card that work for "
-                "others: train with `push_to_hub=False` and upload the finished draft with hub_upload."
+                f"`hub_strategy` is {self.hub_strategy.value!r}, which would upload optimizer states: use 'end' or "
+                "'every_save', and resume from the checkpoints here."
             )
 
 

@@ -27,6 +27,7 @@ LEVELS = [
         "losses",
         "packed_linear",
         "training_arguments",
+        "uploading",
         "cli_errors",
         "stored_tensors",
     },

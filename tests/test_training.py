@@ -412,8 +412,3 @@ def test_drafts_that_cannot_be_trained_are_refused(tmp_path):
         DominoTrainer(make_draft(target), make_target(hidden_size=40), arguments(tmp_path))
     with pytest.raises(ValueError, match="vocabulary has 24 rows, the target's 25"):
         DominoTrainer(make_draft(target), make_target(vocab_size=25), arguments(tmp_path))
-
-
-def test_pushing_from_the_trainer_is_refused_with_the_way_to_go(tmp_path):
-    with pytest.raises(ValueError, match="hub_upload"):
-        arguments(tmp_path, push_to_hub=True)
