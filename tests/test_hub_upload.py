@@ -15,6 +15,7 @@ from hub_server import HubServer
 from huggingface_hub import HfApi, ModelCard, constants
 from safetensors.torch import load_file, save_file
 from test_data import chat_tokenizer
+from test_eagle import make_eagle
 from test_training import arguments, rows
 from transformers.utils import logging
 from typer.testing import CliRunner
@@ -27,6 +28,7 @@ from hub_upload.results import read_evaluation
 from hub_upload.scan import scan
 from hub_upload.upload import upload
 from modeling_domino import DominoTrainer
+from modeling_domino.eagle_training import EagleTrainer
 from modeling_domino.evaluation import Evaluation, evaluate
 from modeling_domino.evaluation_report import summarise
 
@@ -677,5 +679,8 @@ def test_pushes_that_cannot_end_well_are_refused_before_training(hub, tmp_path):
         trainer(tmp_path, hub_license=None)
     with pytest.raises(ValueError, match="`outputs/target` is no id on the Hub|no id on the Hub"):
         trainer(tmp_path, hub_target="outputs/target/of/mine")
+    target = make_target()
+    with pytest.raises(ValueError, match="`push_to_hub` is for Domino drafts"):
+        EagleTrainer(make_eagle(target), target, arguments(tmp_path, push_to_hub=True), train_dataset=rows())
     with pytest.raises(ValueError, match="`blocking=False` is not offered"):
         trainer(tmp_path).push_to_hub(blocking=False)

@@ -1,8 +1,10 @@
 """The files: who may import whom, and what transformers' remote-code loader needs of the shipped ones."""
 
 import ast
+import configparser
 import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,25 @@ def test_every_module_has_its_level():
 def test_imports_go_down_only(name):
     upward = {sibling for sibling in siblings_of(MODULES[name]) if LEVEL_OF[sibling] >= LEVEL_OF[name]}
     assert upward == set()
+
+
+def test_hub_upload_is_above_and_imported_only_where_a_push_asks_for_it():
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert "hub_upload" not in ast.unparse(node), name
+
+
+def test_the_wheel_holds_all_of_hub_upload():
+    root = PACKAGE.parent
+    settings = configparser.ConfigParser()
+    settings.read(root / "setup.cfg")
+    patterns = settings["options.package_data"]["hub_upload"].split()
+    folder = root / "hub_upload"
+    others = [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    names = [path.relative_to(folder).as_posix() for path in others if path.parent != folder or path.suffix != ".py"]
+    assert names and all(any(fnmatch(name, pattern) for pattern in patterns) for name in names)
+    assert "hub_upload" in settings["options.packages.find"]["include"].split()
 
 
 def test_the_import_reader_sees_every_spelling(tmp_path):
