@@ -26,6 +26,7 @@ from .evaluation_methods import (
     NativeDFlash,
     compiled_options,
     decode_conversation,
+    histories,
     time_limit,
     turned,
     twin,
@@ -371,16 +372,8 @@ def first_difference(
     Returns:
         `turn`, `position` in its answer, and `logit_gap` (None where one text ends before the other).
     """
-    messages = []
-    answers = iter(zip(plain.token_ids, other.token_ids, strict=True))
-    turn = 0
-    for message in conversation["messages"]:
-        if message["role"] == "assistant":
-            continue
-        messages.append(message)
-        if message["role"] != "user":
-            continue
-        one, two = next(answers)
+    turns = zip(histories(conversation), plain.token_ids, other.token_ids, strict=True)
+    for turn, (messages, one, two) in enumerate(turns):
         if one != two:
             position = next(
                 (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two))
@@ -392,7 +385,6 @@ def first_difference(
                 place["logit_gap"] = abs(float(logits[one[position]] - logits[two[position]]))
             return place
         messages.append({"role": "assistant", "content": tokenizer.decode(one, skip_special_tokens=True)})
-        turn += 1
     raise ValueError(f"Both texts of {conversation['id']} are equal.")
 
 

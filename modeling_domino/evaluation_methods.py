@@ -8,7 +8,7 @@ import copy
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -81,18 +81,13 @@ def decode_conversation(
     assisted = assistant is not None or options.get("prompt_lookup_num_tokens")
     if not assisted:
         refuse_hooks(target)
-    messages, answers, seconds = [], [], 0.0
+    answers, seconds = [], 0.0
     rounds: dict[str, list] = {"gained": [], "drafted": [], "accepted": []}
     times = {"draft_seconds": 0.0, "verify_seconds": 0.0} if draft is not None else {}
     if seed is not None:
         torch.manual_seed(seed)
     with draft.head_disabled() if draft is not None and not head else nullcontext():
-        for message in conversation["messages"]:
-            if message["role"] == "assistant":
-                continue
-            messages.append(message)
-            if message["role"] != "user":
-                continue
+        for messages in histories(conversation):
             ids = torch.tensor([chat_ids(tokenizer, messages, **(template or {}))], device=target.device)
             lengths = _Lengths()
             extra = {"stopping_criteria": [lengths]} if assisted and draft is None else {}
@@ -115,6 +110,16 @@ def decode_conversation(
             else:
                 rounds["gained"] += lengths.gained
     return Decoded(conversation["id"], answers, seconds, **rounds, **times)
+
+
+def histories(conversation: dict) -> Iterator[list[dict]]:
+    """The messages before each answer, old answers left out; whoever takes them appends the new answer to the list."""
+    messages = []
+    for message in conversation["messages"]:
+        if message["role"] != "assistant":
+            messages.append(message)
+        if message["role"] == "user":
+            yield messages
 
 
 class _Lengths(StoppingCriteria):
@@ -264,6 +269,7 @@ __all__ = [
     "compiled_options",
     "decode_alternately",
     "decode_conversation",
+    "histories",
     "refuse_hooks",
     "time_limit",
     "turned",

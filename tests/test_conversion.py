@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import published
 import pytest
 import torch
@@ -355,7 +356,6 @@ def test_a_float32_draft_is_rounded_for_sglang_and_says_so(tmp_path):
 # peft 0.21 reads an attribute that transformers 5.24 renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_is_merged_on_the_way(tmp_path):
-    peft = pytest.importorskip("peft")
     draft = make_draft(make_target(seed=6))
     draft.save_pretrained(tmp_path / "ours")
     route = {"target_modules": ["q_proj", "embed_proj.0", "embed_proj.2"], "target_parameters": HEAD[:2]}

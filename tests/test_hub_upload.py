@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from conftest import make_draft, make_target
@@ -289,7 +290,6 @@ def test_only_what_transformers_brings_can_be_imported():
 
 
 def test_a_repository_that_needs_more_is_found_out(assembled, tmp_path):
-    pytest.importorskip("peft")
     folder = shutil.copytree(assembled, tmp_path / "draft")
     code = (folder / "statistics_domino.py").read_text()
     (folder / "statistics_domino.py").write_text(code + "\n\nimport peft\n")
@@ -499,7 +499,6 @@ def test_somebody_else_commits_meanwhile(assembled, hub, monkeypatch):
 # peft 0.21 reads an attribute that transformers 5.24 renamed.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_has_a_repository_of_its_own(checkpoint, assembled, hub, tmp_path, monkeypatch):
-    peft = pytest.importorskip("peft")
     send(assembled)
     adapted = peft.get_peft_model(load_draft(checkpoint), peft.LoraConfig(target_modules=["o_proj", "embed_proj.0"]))
     for name, parameter in adapted.named_parameters():

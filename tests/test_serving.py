@@ -129,7 +129,6 @@ def test_a_server_that_fails_is_not_measured(start):
 
 
 def test_the_command_loads_a_real_server(tmp_path):
-    pytest.importorskip("fastapi", reason="transformers[serving] is not installed")
     (tmp_path / "letters.jsonl").write_text("".join(json.dumps({"turns": [t]}) + "\n" for t in ("abc", "de", "fgh")))
     with serving(speaker(), tmp_path / "model") as url:
         command = [
