@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -345,9 +346,12 @@ def tables_that_differ(document: Path, evaluations: Path, place: Path) -> list[s
     before = document.read_text(encoding="utf-8")
     differing = []
     for name in re.findall(r"<!-- evaluation: (\S+) -->", before):
+        runs = read_runs(evaluations / name)
+        for found in runs.values():
+            assert asdict(Evaluation(**found["asked"])) == found["asked"]
         copy = place / "copy.md"
         copy.write_text(before, encoding="utf-8")
-        write_block(copy, name, markdown_table(read_runs(evaluations / name)))
+        write_block(copy, name, markdown_table(runs))
         if copy.read_text(encoding="utf-8") != before:
             differing.append(name)
     return differing
