@@ -175,6 +175,9 @@ def train(
         trainer.train(resume_from_checkpoint=checkpoint)
         trainer.save_model(arguments.output_dir)
         trainer.save_state()
+        # Threads of a process group left alone abort a process that exits at the wrong moment.
+        trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.end_training()
         use = (
             "generate {} --draft {}"
             if recipe.architecture == "domino"

@@ -44,6 +44,8 @@ def train(output: str, processes: int, lora: bool = False) -> None:
     trainer.train()
     trainer.save_model()
     trainer.save_state()
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 def launch(script: Path) -> None:
