@@ -1,7 +1,7 @@
 """`python -m hub_upload`: parses and calls, nothing else."""
 
 import tempfile
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,6 +33,13 @@ def main(
     check_with: Annotated[
         str | None, typer.Option(help="Target to decode with in the check; a tiny random one by default.")
     ] = None,
+    formats: Annotated[
+        str | None,
+        typer.Option(
+            help="Layouts of serving engines to upload as well, each to the branch of its name: sglang, "
+            "speculators-dflash, speculators-domino; separated by commas."
+        ),
+    ] = None,
     private: Annotated[bool, typer.Option("--private", help="Makes a private repository.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to commit to, made if need be.")] = None,
     tag: Annotated[str | None, typer.Option(help="Name for the commit.")] = None,
@@ -53,11 +60,13 @@ def main(
     from transformers.utils import logging
 
     from .assemble import files_of
+    from .formats import read_formats
     from .publish import assemble, assemble_adapted, publish
     from .update import update
 
     logging.disable_progress_bar()
-    with plain_errors("hub_upload"), nullcontext(output) if output else tempfile.TemporaryDirectory() as folder:
+    with plain_errors("hub_upload"), tempfile.TemporaryDirectory() as place:
+        folder = Path(output) if output else Path(place, "draft")
         destination = {"revision": revision, "tag": tag, "pull_request": pull_request}
         if pull_request and (revision or tag):
             raise ValueError("`--pull-request` goes against the main branch: leave out `--revision` and `--tag`.")
@@ -71,6 +80,12 @@ def main(
             return
         if checkpoint is None or repo_id is None:
             raise ValueError("Both are needed: python -m hub_upload CHECKPOINT NAMESPACE/NAME.")
+        layouts = read_formats(formats)
+        if layouts and (adapter or revision or pull_request):
+            raise ValueError(
+                "`--formats` makes branches beside the main one, of a draft: leave out `--revision` and `--pull-request`, "
+                "and merge an adapter first (`domino convert --to domino --adapter`)."
+            )
         facts = {
             "target": target,
             "target_revision": target_revision,
@@ -85,16 +100,22 @@ def main(
                 raise ValueError("`--evaluation` is of a draft: merge the adapter, evaluate and upload that.")
             assembled = assemble_adapted(checkpoint, repo_id, folder, draft=draft, draft_id=draft_id, **facts)
         else:
-            assembled = assemble(checkpoint, repo_id, folder, evaluation=evaluation, **facts)
-        sizes = files_of(folder)
-        for name, size in sizes.items():
-            print(f"{size:>14,}  {name}")
-        print(f"{sum(sizes.values()):>14,}  bytes in {len(sizes)} files{f', in {output}' if output else ''}")
+            assembled = assemble(checkpoint, repo_id, folder, evaluation=evaluation, formats=layouts, **facts)
+        for branch, part in {"": folder, **assembled.copies}.items():
+            sizes = files_of(part)
+            for name, size in sizes.items():
+                print(f"{size:>14,}  {name}")
+            what = (
+                f"{len(sizes)} files{f' of the branch {branch}' if branch else ''}{f', in {part}' if output else ''}"
+            )
+            print(f"{sum(sizes.values()):>14,}  bytes in {what}")
         alone = "torch, transformers and peft" if adapter else "torch and transformers"
         print(
             f"Loaded offline by its own code, with nothing but {alone}: the same weights bit for bit, and the text of "
             f"{check_with or 'a random target'} in {assembled.decoded['rounds']} rounds."
         )
+        if layouts:
+            print(f"Fit for their engines by the rules that these publish: {', '.join(layouts)}.")
         if dry_run:
             print("Dry run: nothing was uploaded.")
             return

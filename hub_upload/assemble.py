@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -64,7 +65,11 @@ def write_draft(draft: DominoForSpeculativeDraft, folder: Path) -> None:
 
 
 def assemble_draft(
-    draft: DominoForSpeculativeDraft, folder: str | Path, facts: Facts, results: dict | None = None
+    draft: DominoForSpeculativeDraft,
+    folder: str | Path,
+    facts: Facts,
+    results: dict | None = None,
+    formats: Collection[str] = (),
 ) -> None:
     """
     A draft's repository.
@@ -74,12 +79,13 @@ def assemble_draft(
         folder: To write, empty.
         facts: For the card.
         results: From `read_evaluation`.
+        formats: Layouts of engines that the card says are on branches.
     """
     folder = Path(folder)
     write_draft(draft, folder)
     shutil.copyfile(HERE / "LICENSE", folder / "LICENSE")
     figures = write_evaluation(results, folder) if results is not None else []
-    draft_card(draft, facts, results, figures).save(folder / "README.md")
+    draft_card(draft, facts, results, figures, formats).save(folder / "README.md")
     refuse_others(folder)
 
 

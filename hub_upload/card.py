@@ -1,6 +1,7 @@
 """Model cards, from templates: what is known of a draft, and nothing that is not."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -24,13 +25,16 @@ def code_line() -> str:
     return f"modeling_domino {__version__}, {f'commit {commit}' if commit else 'as installed, of no recorded commit'}"
 
 
-def draft_card(draft, facts: Facts, results: dict | None, figures: list[str]) -> ModelCard:
+def draft_card(
+    draft, facts: Facts, results: dict | None, figures: list[str], formats: Collection[str] = ()
+) -> ModelCard:
     """
     Args:
         draft: The draft.
         facts: What its weights do not say.
         results: Of its evaluation, or None.
         figures: Paths of the evaluation's figures in the repository.
+        formats: Layouts of engines that the repository has branches of.
     """
     data = _metadata(facts, base_model=facts.target, library_name="transformers", tags=[*TAGS, "custom_generate"])
     if results is not None:
@@ -44,6 +48,7 @@ def draft_card(draft, facts: Facts, results: dict | None, figures: list[str]) ->
         parameters=draft.num_parameters(),
         table=markdown_table({"": results}) if results is not None else None,
         figures=figures,
+        formats=formats,
     )
 
 
@@ -69,6 +74,17 @@ def adapter_card(adapted, facts: Facts, draft_id: str) -> ModelCard:
         modules=sorted(modules),
         parameters=sum(tensor.numel() for tensor in get_peft_model_state_dict(adapted).values()),
     )
+
+
+def copy_card(facts: Facts, layout: str) -> ModelCard:
+    """
+    Args:
+        facts: What the weights do not say.
+        layout: Of the engine that the copy is for.
+    """
+    library, _, _ = layout.partition("-")
+    data = _metadata(facts, base_model=facts.target, library_name=library, tags=TAGS)
+    return _render("copy_card.md", data, facts, layout=layout)
 
 
 def _metadata(facts: Facts, **fields) -> ModelCardData:
@@ -97,4 +113,4 @@ def _render(template: str, data: ModelCardData, facts: Facts, **values) -> Model
     )
 
 
-__all__ = ["CODE", "adapter_card", "code_line", "draft_card"]
+__all__ = ["CODE", "adapter_card", "code_line", "copy_card", "draft_card"]

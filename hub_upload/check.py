@@ -145,7 +145,6 @@ def check(seen: dict, name: str, draft, adapted=None) -> dict:
             )
     if seen.get("custom_generate", seen["decoded"])["tokens"] != seen["decoded"]["tokens"]:
         raise ValueError(f"{name} decodes another text through its custom_generate/generate.py.")
-    # Formats of serving engines are checked here: the one place where `--formats sglang,...` and its validators go.
     return seen["decoded"]
 
 

@@ -1,7 +1,8 @@
 """The steps in order: assemble, scan, check, upload, read back. The command line and the Trainer both come here."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, snapshot_download
@@ -11,6 +12,7 @@ from modeling_domino import DominoForSpeculativeDraft
 from .assemble import assemble_adapter, assemble_draft, load_adapter, load_draft, make_empty
 from .check import check, check_card, visit
 from .facts import Facts, is_hub_id, known_target, read_facts
+from .formats import upload_copies, write_copies
 from .results import read_evaluation
 from .scan import scan
 from .upload import Uploaded, hub_errors, upload
@@ -28,6 +30,8 @@ class Assembled:
         draft_id: Hub id of the latter, else None.
         adapted: The draft under the adapter, else None.
         decoded: What a stranger decoded with it: `tau`, `rounds`.
+        copies: Folders of the draft in the layouts of serving engines, by layout.
+        target: Where the target was opened to check those; its Hub id when None.
     """
 
     folder: Path
@@ -36,6 +40,8 @@ class Assembled:
     draft_id: str | None
     adapted: object | None
     decoded: dict
+    copies: dict[str, Path] = field(default_factory=dict)
+    target: str | None = None
 
 
 def assemble(
@@ -45,6 +51,7 @@ def assemble(
     *,
     evaluation: str | Path | None = None,
     check_with: str | None = None,
+    formats: Collection[str] = (),
     **facts,
 ) -> Assembled:
     """
@@ -56,6 +63,7 @@ def assemble(
         folder: To write; empty or new.
         evaluation: Folder of `domino evaluate run`, of this very draft.
         check_with: Target to decode with in the check; a tiny random one when None.
+        formats: Layouts of serving engines to write as well, beside the folder (see `write_copies`).
         facts: Of `read_facts`.
 
     Raises:
@@ -65,11 +73,12 @@ def assemble(
     folder = make_empty(folder)
     draft = load_draft(checkpoint)
     results = read_evaluation(evaluation, checkpoint, known) if evaluation is not None else None
-    assemble_draft(draft, folder, known, results)
+    assemble_draft(draft, folder, known, results, formats)
     scan(folder, repo_id)
     check_card(folder / "README.md")
+    copies = write_copies(checkpoint, folder, known, formats, check_with)
     seen = visit(folder, target=check_with)
-    return Assembled(folder, known, draft, None, None, check(seen, str(folder), draft))
+    return Assembled(folder, known, draft, None, None, check(seen, str(folder), draft), copies, check_with)
 
 
 def assemble_adapted(
@@ -119,21 +128,24 @@ def assemble_adapted(
     return Assembled(folder, known, base, draft_id, adapted, check(seen, str(folder), base, adapted))
 
 
-def publish(assembled: Assembled, api: HfApi | None = None, **options) -> Uploaded:
+def publish(assembled: Assembled, api: HfApi | None = None, *, private: bool = False, **options) -> Uploaded:
     """
-    Uploads an assembled folder, then loads it from the Hub at the new commit.
+    Uploads an assembled folder, then loads it from the Hub at the new commit. Copies for engines go first, so that the
+    card never names a branch that is not there.
 
     Args:
         assembled: From `assemble` or `assemble_adapted`.
         api: The Hub and its token; those of the environment when None.
-        options: Of `upload`.
+        private: See `upload`.
+        options: Others of `upload`, of the main commit.
 
     Raises:
         ValueError: The Hub refuses, or gives back something else than was sent.
     """
     api = api or HfApi()
     repo_id = assembled.facts.repo_id
-    uploaded = upload(api, assembled.folder, repo_id, **options)
+    upload_copies(api, assembled.copies, assembled.facts, assembled.target, private=private)
+    uploaded = upload(api, assembled.folder, repo_id, private=private, **options)
     if assembled.adapted is None:
         where = {"repository": repo_id, "revision": uploaded.commit}
     else:

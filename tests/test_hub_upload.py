@@ -11,7 +11,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from conftest import make_draft, make_target
+from conftest import make_draft, make_target, make_tokenizer
 from hub_server import HubServer
 from huggingface_hub import HfApi, ModelCard, constants
 from safetensors.torch import load_file, save_file
@@ -29,6 +29,7 @@ from hub_upload.results import read_evaluation
 from hub_upload.scan import scan
 from hub_upload.upload import upload
 from modeling_domino import DominoTrainer
+from modeling_domino.conversion import convert, validate
 from modeling_domino.eagle_training import EagleTrainer
 from modeling_domino.evaluation import Evaluation, evaluate
 from modeling_domino.evaluation_report import summarise
@@ -613,6 +614,8 @@ def test_update_code_refuses_what_is_no_draft(hub):
         (["folder", REPO, "--pull-request", "--revision", "next"], "leave out `--revision` and `--tag`"),
         (["folder", REPO, "--adapter", "--evaluation", "run"], "merge the adapter, evaluate and upload that"),
         (["folder", "--update-code", REPO], "leave out CHECKPOINT"),
+        (["folder", REPO, "--formats", "vllm"], "`--formats` names 'vllm', expected some of sglang,"),
+        (["folder", REPO, "--formats", "sglang", "--revision", "next"], "makes branches beside the main one"),
         (["folder", REPO, "--license", "mit", "--target", "a/b"], "folder is no folder with a draft"),
         (["folder", REPO, "--adapter"], "folder is no folder with an adapter"),
     ],
@@ -621,6 +624,64 @@ def test_mistakes_give_one_sentence_and_exit_code_two(options, words):
     result = run(*options)
     assert result.exit_code == 2
     assert words in result.output and "Traceback" not in result.output
+
+
+# Copies for serving engines
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("target") / "target"
+    make_target(seed=6).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_copies_for_engines_go_to_branches_of_their_own(checkpoint, target_folder, hub, tmp_path):
+    options = [
+        "--license",
+        "mit",
+        "--formats",
+        "sglang,speculators-domino",
+        "--check-with",
+        target_folder,
+        "--tag",
+        "v1",
+    ]
+    dry = run(checkpoint, REPO, *options, "--dry-run", "--output", tmp_path / "out")
+    assert dry.exit_code == 0, dry.output
+    assert "4 files of the branch sglang" in dry.output and not hub.repos
+    for attempt in range(2):
+        result = run(checkpoint, REPO, *options)
+        assert result.exit_code == 0, result.output
+        assert ("nothing had changed" in result.output) == (attempt == 1)
+    assert heads(hub) == 4  # the Hub's own, and one for each branch
+    copy = {"config.json", "model.safetensors", "README.md", "LICENSE", ".gitattributes"}
+    assert set(hub.files(REPO, "v1")) == FILES | {".gitattributes"}
+    for layout, engine in (("sglang", "sglang"), ("speculators-domino", "speculators")):
+        assert set(hub.files(REPO, layout)) == copy
+        place = tmp_path / layout
+        HfApi(token=TOKEN).snapshot_download(REPO, revision=layout, local_dir=place)
+        assert validate(str(place), engine, target=str(target_folder)) == []
+        for name in copy - {".gitattributes"}:
+            assert (place / name).read_bytes() == (tmp_path / f"out-{layout}" / name).read_bytes()
+        convert(str(place), tmp_path / f"{layout}-back", to="domino", old_target=str(target_folder))
+        there = load_file(tmp_path / f"{layout}-back" / "model.safetensors")
+        here = load_file(checkpoint / "model.safetensors")
+        assert there.keys() == here.keys() and all(torch.equal(there[name], here[name]) for name in here)
+        assert f"https://huggingface.co/{REPO}/tree/{layout}" in hub.files(REPO)["README.md"].decode()
+    config = json.loads(hub.files(REPO, "speculators-domino")["config.json"])
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
+
+
+def test_copies_that_an_engine_would_not_decode_are_refused_before_any_request(target_folder, hub, tmp_path):
+    make_draft(make_target(seed=6), pure_draft_prefix_len=0).to(torch.bfloat16).save_pretrained(tmp_path / "draft")
+    options = [tmp_path / "draft", REPO, "--license", "mit", "--target", "someone/target", "--formats", "sglang"]
+    result = run(*options, "--check-with", target_folder)
+    assert result.exit_code == 2 and "pure_draft_prefix_len" in result.output, result.output
+    result = run(*options, "--check-with", tmp_path / "nowhere")
+    assert result.exit_code == 2 and "name a folder that holds it with `--check-with`" in result.output, result.output
+    assert not hub.repos
 
 
 # The Trainer
