@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from modeling_domino import DominoConfig, DominoForSpeculativeDraft
 from modeling_domino.cli import app
 from modeling_domino.eagle import EagleForSpeculativeDraft
-from modeling_domino.recipes import build_trainer, read_recipe
+from modeling_domino.recipes import ARCHITECTURES, build_trainer, read_recipe
 
 
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
@@ -57,6 +58,35 @@ def test_every_recipe_is_read_whole(path):
     assert recipe.target and recipe.draft["block_size"] >= 8
     assert arguments.output_dir.startswith("outputs/") and arguments.seed == 42
     assert set(recipe.draft) <= set(DominoConfig.__dataclass_fields__)
+
+
+def test_the_readmes_rows_of_the_ablation_are_trainings():
+    """Each differs from the paper's recipe in what it is about, and can be built."""
+    readme = (RECIPES.parents[1] / "README.md").read_text()
+    table = readme.partition("| options of `domino train examples/recipes/qwen3-8b.yaml` |")[2].partition("\n\n")[0]
+    rows = {}
+    for row in table.strip().splitlines()[1:]:
+        name, options = (cell.strip().strip("`") for cell in row.strip("|").split("|"))
+        recipe, arguments = read_recipe(RECIPES / "qwen3-8b.yaml", [*shlex.split(options), "--use_cpu", "true"])
+        make_config, make_model, _ = ARCHITECTURES[recipe.architecture]
+        with torch.device("meta"):
+            draft = make_model(make_config(**recipe.draft, num_target_layers=36))
+        wrapped = arguments.fsdp_config["transformer_layer_cls_to_wrap"]
+        assert set(wrapped) <= {type(module).__name__ for module in draft.modules()}, name
+        assert (arguments.num_anchors, arguments.learning_rate) == (256, 6e-4)
+        rows[name] = (
+            recipe.architecture,
+            arguments.train_head,
+            arguments.training_time_test,
+            arguments.lambda_base_start,
+        )
+    assert rows == {
+        "EAGLE-3-style": ("eagle", True, False, 1.0),
+        "DFlash-style": ("domino", False, False, 1.0),
+        "teacher forcing": ("domino", True, False, 0.0),
+        "teacher forcing and curriculum": ("domino", True, False, 1.0),
+        "training-time test": ("domino", True, True, 0.0),
+    }
 
 
 def write(folder, **values) -> str:
