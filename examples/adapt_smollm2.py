@@ -36,7 +36,7 @@ from modeling_domino.preparation import Preparation, prepare
 from modeling_domino.warm_start import start_from_target
 
 
-# Peak learning rates, found on a few minutes of the far target.
+# Ways and their peak learning rates, which were not tuned.
 WAYS = {"as it is": None, "head": 2e-3, "head+backbone": 1e-3, "full": 5e-4, "from scratch": 2.5e-3}
 FIRST_LAYERS = (1, 29)  # of SmolLM2's that a fresh draft's layers start from, as those of the shipped draft did
 PROBE = 4  # steps that are timed before a cell, to know how many fill its minutes
