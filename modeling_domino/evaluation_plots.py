@@ -81,7 +81,7 @@ def _positions(results: dict):
     if not curves:
         return None
     figure, axes = _axes("Share of drafted tokens accepted, given that all before them were")
-    styles = dict(zip(dict.fromkeys(method for _, method in curves), ("-", "--", ":"), strict=False))
+    styles = dict(zip(dict.fromkeys(method for _, method in curves), ("-", "--", ":", "-."), strict=False))
     colours = {name: f"C{n}" for n, name in enumerate(dict.fromkeys(name for name, _ in curves))}
     for (name, method), rates in curves.items():
         label = f"{name}, {LABELS[method]}"
