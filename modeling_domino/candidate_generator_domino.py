@@ -6,8 +6,8 @@ It is also the oracle that faster loops are compared with.
 """
 
 import time
-from collections.abc import Callable, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +25,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .correction_domino import draft_block
+from .processors_domino import refuse_stateful, sharpen
 from .statistics_domino import RoundRecorder
 from .target_domino import BorrowedTarget, Taps
 
@@ -121,7 +122,8 @@ class DominoCandidateGenerator(CandidateGenerator):
             if not _is_left_to_the_loop(criterion, generation_config)
         )
         known = getattr(session.target_cache, "draft_context", None)
-        if known and (known.draft_id, known.total_rows) == (self.draft.draft_id, session.cached_rows):
+        held = (known.draft_id, known.total_rows) if isinstance(known, DraftContext) else None
+        if held == (self.draft.draft_id, session.cached_rows):
             self.context = known
         else:  # of what the cache holds the draft has seen nothing: its context starts after it
             self.context = DraftContext(self.draft.draft_id, DynamicCache(), session.cached_rows, None)
@@ -287,46 +289,9 @@ def _is_left_to_the_loop(criterion: StoppingCriteria, generation_config: Generat
     return isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria))
 
 
-@contextmanager
-def refuse_stateful(processors: list[LogitsProcessor]):
-    """
-    Watches whether processors change when they are called.
-
-    Raises:
-        ValueError: One did: it would count drafted tokens that are rejected later.
-    """
-
-    def state(value):
-        if isinstance(value, Tensor):
-            return id(value), value._version
-        return (id(value), len(value)) if isinstance(value, Sized) and not isinstance(value, str) else value
-
-    def states(processor) -> dict:
-        return {name: state(value) for name, value in getattr(processor, "__dict__", {}).items()}
-
-    before = [states(processor) for processor in processors]
-    yield
-    for processor, known in zip(processors, before, strict=True):
-        now = states(processor)
-        if changed := [name for name in now if name not in known or now[name] != known[name]]:
-            raise ValueError(
-                f"The logits processor `{type(processor).__name__}` keeps a state (`{changed[0]}` changed when it was "
-                "called), which rejected drafts would spoil: let it depend on `input_ids` alone, or drop "
-                "`assistant_model`."
-            )
-
-
 def token_ids(value: int | list[int] | Tensor | None) -> list[int]:
     """A special token of a generation config, which may be one id, several or none, as a list."""
     return [] if value is None else torch.as_tensor(value).flatten().tolist()
 
 
-def sharpen(scores: Tensor, draft_temperature: float) -> Tensor:
-    """Draft logits at a fraction of the target's temperature; 0 gives the one-hot law of the most likely token."""
-    if draft_temperature == 0:
-        best = scores.argmax(dim=-1, keepdim=True)
-        return torch.full_like(scores, -torch.inf).scatter(-1, best, 0.0)
-    return scores / draft_temperature
-
-
-__all__ = ["AssistedSession", "DominoCandidateGenerator", "sharpen", "token_ids"]
+__all__ = ["AssistedSession", "DominoCandidateGenerator", "token_ids"]
