@@ -379,7 +379,7 @@ class DecodingLoop:
         """Ids [b, n], the logits of their laws [b, n, V] when sampling, and how many count before the threshold [b]."""
         threshold, do_sample = self.session.confidence_threshold, self.config.do_sample
         hidden_states = self._to_draft(hidden_states)
-        base_logits = self.session.target.logits(hidden_states)
+        base_logits = self._base_logits(hidden_states)
         q_logits, sure = [], []
 
         def choose(i: int, logits: Tensor) -> tuple[Tensor, bool]:
@@ -412,6 +412,9 @@ class DecodingLoop:
             counts = (torch.stack(sure[:-1], dim=1).long().cumprod(dim=1).sum(dim=1) + 1) if sure[:-1] else counts
         return drafted, torch.stack(q_logits, dim=1) if do_sample else None, counts
 
+    def _base_logits(self, hidden_states: Tensor) -> Tensor:
+        return self.session.target.logits(hidden_states)
+
     def _to_draft(self, states: Tensor) -> Tensor:
         return states.to(self.draft.device, self.draft.dtype)
 
@@ -423,7 +426,8 @@ class DecodingLoop:
         steps = torch.arange(n, device=self.device)
         columns = self.lengths[:, None] + steps
         columns = columns if last is None else columns.clamp(max=last)
-        positions = columns + self.position_shift[:, None]
+        # What a row is given behind its end, because others go on, must not leave a table of positions.
+        positions = torch.minimum(columns, self.ends[:, None] - 2) + self.position_shift[:, None]
         farthest = max(self.lengths_known)
         if self.explicit:
             self.cache.write_at(columns, min(self.lengths_known), farthest + n, min(self.lengths_known))

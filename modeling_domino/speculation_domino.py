@@ -64,7 +64,8 @@ class DecodingOptions:
 class SpeculationMixin:
     """What makes a draft model usable as `assistant_model=`."""
 
-    candidate_generator = DominoCandidateGenerator  # who drafts its blocks
+    candidate_generator = DominoCandidateGenerator  # who drafts its blocks in transformers' loop
+    decoding_loop = DecodingLoop  # ours, for drafts that propose as Domino does
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -164,7 +165,7 @@ class SpeculationMixin:
                 placeholders=prompt_positions(input_ids, generation_config, model_kwargs) - input_ids.shape[1],
             )
             if reason is None:
-                loop = DecodingLoop(
+                loop = self.decoding_loop(
                     session,
                     target,
                     input_ids,

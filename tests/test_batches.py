@@ -138,10 +138,7 @@ def test_rows_that_have_ended_leave_the_batch(target):
 @pytest.mark.parametrize(
     "options",
     [
-        {"repetition_penalty": 1.7},
         {"no_repeat_ngram_size": 2, "min_new_tokens": 6, "eos_token_id": 5},
-        {"encoder_repetition_penalty": 1.5},
-        {"encoder_no_repeat_ngram_size": 1},
         {"assistant_confidence_threshold": 0.4},
         {"stopping_criteria": [StopAt(9), StopAt(14)]},
         {"num_assistant_tokens": 2},
@@ -156,6 +153,19 @@ def test_what_steers_a_row_steers_it_in_a_batch(options, target):
         batch = pad_left(prompts)
         output = greedy(target, draft, **batch, pad_token_id=PAD, **options)
         assert new_ids(output, texts, batch["inputs"].shape[1]) == texts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"repetition_penalty": 1.7}, {"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 1}],
+    ids=lambda options: "-".join(options),
+)
+def test_what_counts_padding_as_text_does_so_as_in_plain_batches(options, target):
+    batch = pad_left(random_prompts(4, seed=8))
+    plain = greedy(target, **batch, **options)
+    assert plain.tolist() != greedy(target, **batch).tolist()
+    for draft in (make_draft(target), make_rigged_rows(target, list(plain))):
+        assert greedy(target, draft, **batch, **options).tolist() == plain.tolist()
 
 
 def test_processors_that_know_rows_by_number_see_the_whole_batch(target):
