@@ -250,6 +250,7 @@ class DominoCandidateGenerator(CandidateGenerator):
             prefix_len=self.draft.config.pure_draft_prefix_len if self.head_enabled else base_logits.shape[1],
             embed=lambda token_ids: self._to_draft(self.session.target.embed(token_ids)),
             choose=choose,
+            candidate_pool=self.draft.decoding.candidate_pool,
         )
 
     def _base_logits(self, hidden_states: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from .cache_domino import RowsCache, can_adopt, whole_chunks
 from .candidate_generator_domino import AssistedSession, DominoCandidateGenerator, token_ids
 from .compat_domino import decoding_mode, keep_last_chunk, split_records
 from .correction_domino import draft_block
+from .length_domino import LengthChooser, RoundCost, law_confidence
 from .processors_domino import BlockProcessors, refuse_stateful, sharpen
 from .statistics_domino import LastGeneration, RoundRecorder, of_rows
 from .verification_domino import accept_greedy, accept_sampled, draw, pack_round
@@ -132,6 +133,7 @@ class DecodingLoop:
         generation_config, logits_processor, model_kwargs: As generate() prepared them.
         streamer: Receives the tokens of each round, if there is one row.
         returns_cache: Whether anybody will read the cache.
+        adapts_length: Whether to verify only as many tokens as pay (length_domino.py).
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class DecodingLoop:
         model_kwargs: dict,
         streamer=None,
         returns_cache: bool = True,
+        adapts_length: bool = False,
     ):
         self.session, self.draft, self.target = session, session.draft, target
         self.config, self.model_kwargs, self.streamer = generation_config, model_kwargs, streamer
@@ -167,7 +170,7 @@ class DecodingLoop:
         self.criteria, self.deadlines, self.eos = _split_criteria(session.stopping_criteria, self.device)
         self.eos_known = set(self.eos.tolist())
         self.rows, self.lengths_known = list(range(batch)), [self.prompt_end - 1] * batch
-        self.open = [True] * batch
+        self.open, self.row_index = [True] * batch, torch.arange(batch, device=self.device)
         self.lengths = torch.full((batch,), self.prompt_end - 1, device=self.device)
         self.is_open = torch.ones(batch, dtype=torch.long, device=self.device)
         self.anchors = input_ids.new_zeros(batch)
@@ -187,6 +190,7 @@ class DecodingLoop:
         self.context = self._known_context(batch)
         self.head = self.draft.head_weights()
         self.watched = False
+        self.adapts_length, self.confidences = adapts_length, []
 
     def _ends(self) -> tuple[list[int], str]:
         """The length that each row's text can have, and what limits it if it is not the call.
@@ -328,10 +332,26 @@ class DecodingLoop:
             return none, none.sum(dim=1), None
         drafted, q_logits, counts = self._draft(self._hidden_states()[:, :n])
         counts = torch.minimum(counts, (self._rooms() - 1).clamp(min=0))
-        if self.session.confidence_threshold > 0:  # the one case in which the host has to look before the target runs
+        # In both cases the host has to look before the target runs.
+        if self.session.confidence_threshold > 0:
             n = int(counts.max())
-            drafted, q_logits = drafted[:, :n], None if q_logits is None else q_logits[:, :n]
+        elif self.adapts_length:
+            n = self._chooser().choose(self._chances(counts))
+            counts = counts.clamp(max=n)
+        drafted, q_logits = drafted[:, :n], None if q_logits is None else q_logits[:, :n]
         return drafted, counts, q_logits
+
+    def _chances(self, counts: Tensor) -> list[float]:
+        """Of each slot, that it is accepted with all before it, summed over the rows in which it is a proposal."""
+        chances = torch.stack(self.confidences, dim=1).cumprod(dim=1)
+        slots = torch.arange(chances.shape[1], device=self.device)
+        return (chances * (slots < counts[:, None])).sum(dim=0).tolist()
+
+    def _chooser(self) -> LengthChooser:
+        target, threads = self.target, torch.get_num_threads()
+        name = target.config.name_or_path or type(target).__name__
+        key = (name, str(target.dtype), str(self.device), threads, len(self.rows))
+        return LengthChooser(self.draft.round_costs.setdefault(key, RoundCost()))
 
     def _rooms_known(self) -> list[int]:
         """Tokens that each row may still gain."""
@@ -381,6 +401,7 @@ class DecodingLoop:
         hidden_states = self._to_draft(hidden_states)
         base_logits = self._base_logits(hidden_states)
         q_logits, sure = [], []
+        self.confidences = []
 
         def choose(i: int, logits: Tensor) -> tuple[Tensor, bool]:
             # The first drafted token of a call follows a verified prefix, as in plain generation.
@@ -388,12 +409,14 @@ class DecodingLoop:
             with watch:
                 scores = self._scores(logits[:, None].to(self.device), after=1 + i)[:, 0]
             self.watched = True
+            if self.adapts_length:
+                self.confidences.append(self._confidence(scores))
             if do_sample:
                 scores = sharpen(scores, self.draft.decoding.draft_temperature)
                 q_logits.append(scores)
             token = self._choose(scores)
             if self.processors.read_text:
-                self.text[self._batch_rows(), self.lengths + 1 + i] = token
+                self.text[self.row_index, self.lengths + 1 + i] = token
             if threshold > 0:
                 sure.append(scores.float().softmax(dim=-1).gather(1, token[:, None])[:, 0] >= threshold)
             return token, False
@@ -406,11 +429,16 @@ class DecodingLoop:
             prefix_len=self.draft.config.pure_draft_prefix_len if self.draft.head_enabled else hidden_states.shape[1],
             embed=lambda token_ids: self._to_draft(self.session.target.embed(token_ids)),
             choose=choose,
+            candidate_pool=self.draft.decoding.candidate_pool,
         )
         counts = torch.full_like(self.lengths, drafted.shape[1])
         if sure:  # a row's proposals end with its first unsure token
             counts = (torch.stack(sure[:-1], dim=1).long().cumprod(dim=1).sum(dim=1) + 1) if sure[:-1] else counts
         return drafted, torch.stack(q_logits, dim=1) if do_sample else None, counts
+
+    def _confidence(self, scores: Tensor) -> Tensor:
+        """How likely the law [b, V] makes an acceptance, [b]; it must not look at the token that is drawn from it."""
+        return law_confidence(scores)
 
     def _base_logits(self, hidden_states: Tensor) -> Tensor:
         return self.session.target.logits(hidden_states)
@@ -438,7 +466,7 @@ class DecodingLoop:
         kwargs = {name: value for name, value in self.model_kwargs.items() if name != "inputs_embeds"}
         for name in ("token_type_ids", "mm_token_type_ids"):  # of the last token
             if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name][self._batch_rows(), -1:].expand(-1, n)
+                kwargs[name] = kwargs[name][self.row_index, -1:].expand(-1, n)
         kwargs |= {"cache": self.cache, "attention_mask": mask}
         if kwargs.get("position_ids") is not None:
             kwargs["position_ids"] = positions
@@ -490,10 +518,7 @@ class DecodingLoop:
         return (real.gather(1, own.clamp(0, real.shape[1] - 1)) & (own >= 0)).to(mask_type)
 
     def _real(self) -> Tensor:
-        return self.real if len(self.rows) == len(self.real) else self.real[self._batch_rows()]
-
-    def _batch_rows(self) -> Tensor:
-        return torch.tensor(self.rows, device=self.device)
+        return self.real if len(self.rows) == len(self.real) else self.real[self.row_index]
 
     def _scores(self, logits: Tensor, after: int = 1) -> Tensor:
         """Processed logits, [b, n, V]: the first follow `after` more tokens than lie before a row's anchor."""
@@ -520,13 +545,15 @@ class DecodingLoop:
         gained = packed[:, 0]
         columns = self.lengths[:, None] + 1 + torch.arange(n, device=self.device)
         is_new = torch.arange(n, device=self.device) < gained[:, None]
-        self.text[self._batch_rows()[:, None], columns] = torch.where(is_new, tokens, self.pad)
+        self.text[self.row_index[:, None], columns] = torch.where(is_new, tokens, self.pad)
         newest = tokens.gather(1, (gained - 1).clamp(min=0)[:, None])[:, 0]
         self.anchors = torch.where(gained > 0, newest, self.anchors)
         self.lengths = self.lengths + gained
         self.is_open = self.is_open * (1 - packed[:, 1])
         host = packed.tolist()
         seconds = () if times is None else (times[1] - times[0], time.perf_counter() - times[1])
+        if seconds and self.adapts_length:
+            self._chooser().cost.add(n - 1, sum(row[0] for row in host), seconds[1], sum(seconds))
         starts, self.lengths_known = self.lengths_known, list(self.lengths_known)
         for place, (row, (new, ended, count, *ids)) in enumerate(zip(self.rows, host, strict=True)):
             if not self.open[place]:
@@ -602,7 +629,7 @@ class DecodingLoop:
         if self.context.cache.batch_size > 0:
             self.context.cache.select(places)
         self.pending = [pending.select(places) for pending in self.pending]
-        for name in ("lengths", "is_open", "anchors", "position_shift", "ends"):
+        for name in ("lengths", "is_open", "anchors", "position_shift", "ends", "row_index"):
             setattr(self, name, getattr(self, name)[places])
         longest = max(self.lengths_known)
         for name in ("rows", "lengths_known", "open", "ends_known"):

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from .candidate_generator_domino import AssistedSession, DominoCandidateGenerator, token_ids
 from .compat_domino import assisted_decoding, install, is_stateful, prompt_positions, speculative_generate
 from .decoding_domino import DecodingLoop, why_no_batch, why_not
+from .length_domino import RoundCost
 from .statistics_domino import LastGeneration
 from .target_domino import BorrowedTarget
 
@@ -55,10 +56,16 @@ class DecodingOptions:
             can decode the call.
         draft_temperature: Factor of the call's temperature at which the draft samples its tokens. Any value is
             lossless, since tokens are accepted against the law they were drawn from; 0 proposes the most likely one.
+        candidate_pool: Tokens of each slot that the head corrects, those of the largest base logits; 0: all. Lossless too,
+            a small pool may lower acceptance.
+        adaptive_length: Whether our loop verifies only as many of the drafted tokens as pay on this machine, unless
+            `num_assistant_tokens` or a confidence threshold says how many: None, in greedy calls; True, in all.
     """
 
     path: str = "auto"
     draft_temperature: float = 1.0
+    candidate_pool: int = 0
+    adaptive_length: bool | None = None
 
 
 class SpeculationMixin:
@@ -70,6 +77,7 @@ class SpeculationMixin:
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.decoding = DecodingOptions()
+        self.round_costs: dict[tuple, RoundCost] = {}  # by target, device and rows
         self.draft_id = uuid4().hex
         self.head_enabled = True
         self.last_generation: LastGeneration | None = None
@@ -174,6 +182,7 @@ class SpeculationMixin:
                     model_kwargs,
                     streamer,
                     returns_cache,
+                    self._adapts_length(generation_config, num_assistant_tokens, assistant_confidence_threshold),
                 )
                 output = loop.run()
                 self.last_generation = loop.statistics()
@@ -193,6 +202,12 @@ class SpeculationMixin:
         if keeps_no_cache and not isinstance(output, Tensor):
             output = type(output)(**{name: value for name, value in output.items() if name != "cache"})
         return output
+
+    def _adapts_length(self, generation_config, num_assistant_tokens, confidence_threshold) -> bool:
+        wanted = self.decoding.adaptive_length
+        if num_assistant_tokens is not None or confidence_threshold:
+            return False
+        return not generation_config.do_sample if wanted is None else wanted
 
     def _why_not_our_loop(self, target, input_ids, generation_config, streamer, model_kwargs) -> str | None:
         """Why a call takes transformers' loop; None if ours decodes it.
@@ -336,6 +351,10 @@ def check_fit(config, target, borrowed: BorrowedTarget, generation_config) -> No
 def _check_options(options: DecodingOptions) -> None:
     if options.path not in ("auto", "loop", "assisted"):
         raise ValueError(f"`draft.decoding.path` is {options.path!r}, expected 'auto', 'loop' or 'assisted'.")
+    if not isinstance(options.candidate_pool, int) or options.candidate_pool < 0:
+        raise ValueError(
+            f"`draft.decoding.candidate_pool` is {options.candidate_pool!r}, expected a number of tokens, or 0 for all."
+        )
     if options.draft_temperature != 0 and not 0.01 <= options.draft_temperature <= 100:
         raise ValueError(
             f"`draft.decoding.draft_temperature` is {options.draft_temperature}, expected 0 (greedy drafts) or a factor "

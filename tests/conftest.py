@@ -134,6 +134,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.fixture(autouse=True)
+def blocks_are_whole(monkeypatch):
+    """Lengths that depend on the clock have tests of their own (test_length.py); all others know how many rounds come."""
+    defaults = DecodingOptions.__init__.__defaults__
+    monkeypatch.setattr(DecodingOptions.__init__, "__defaults__", (*defaults[:-1], False))
+
+
 @pytest.fixture(params=["loop", "assisted"])
 def path(request, monkeypatch):
     """The loop that decodes where a test does not choose: files of tests that both must pass ask for it."""

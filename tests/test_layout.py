@@ -27,6 +27,7 @@ LEVELS = [
         "compat_domino",
         "statistics_domino",
         "cache_domino",
+        "length_domino",
         "processors_domino",
         "verification_domino",
         "anchors",
