@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from .correction_domino import draft_block
+from .correction_domino import HeadWeights, draft_block
 from .processors_domino import refuse_stateful, sharpen
 from .statistics_domino import RoundRecorder
 from .target_domino import BorrowedTarget, Taps
@@ -242,16 +242,7 @@ class DominoCandidateGenerator(CandidateGenerator):
     def _propose(self, anchor_ids: Tensor, hidden_states: Tensor, room: int, choose: Callable) -> Tensor:
         hidden_states = hidden_states[:, :room]
         base_logits = self._base_logits(hidden_states)
-        return draft_block(
-            self.head.for_vocabulary(base_logits.shape[-1]),
-            hidden_states,
-            base_logits.to(hidden_states.device),
-            anchor_ids,
-            prefix_len=self.draft.config.pure_draft_prefix_len if self.head_enabled else base_logits.shape[1],
-            embed=lambda token_ids: self._to_draft(self.session.target.embed(token_ids)),
-            choose=choose,
-            candidate_pool=self.draft.decoding.candidate_pool,
-        )
+        return draft_by(self.draft, self.session.target, self.head, hidden_states, base_logits, anchor_ids, choose)
 
     def _base_logits(self, hidden_states: Tensor) -> Tensor:
         return self.session.target.logits(hidden_states)
@@ -269,6 +260,28 @@ class DominoCandidateGenerator(CandidateGenerator):
 
     def _to_draft(self, states: Tensor) -> Tensor:
         return states.to(self.draft.device, self.draft.dtype)
+
+
+def draft_by(
+    draft,
+    target: BorrowedTarget,
+    head: HeadWeights,
+    hidden_states: Tensor,
+    base_logits: Tensor,
+    anchor_ids: Tensor,
+    choose: Callable[[int, Tensor], tuple[Tensor, bool]],
+) -> Tensor:
+    """`draft_block` with the head, the options and the target's embeddings of a draft; `head` may lack padding rows."""
+    return draft_block(
+        head.for_vocabulary(base_logits.shape[-1]),
+        hidden_states,
+        base_logits.to(hidden_states.device),
+        anchor_ids,
+        prefix_len=draft.config.pure_draft_prefix_len if draft.head_enabled else base_logits.shape[1],
+        embed=lambda token_ids: target.embed(token_ids).to(draft.device, draft.dtype),
+        choose=choose,
+        candidate_pool=draft.decoding.candidate_pool,
+    )
 
 
 class _UnverifiedScores:
@@ -295,4 +308,4 @@ def token_ids(value: int | list[int] | Tensor | None) -> list[int]:
     return [] if value is None else torch.as_tensor(value).flatten().tolist()
 
 
-__all__ = ["AssistedSession", "DominoCandidateGenerator", "token_ids"]
+__all__ = ["AssistedSession", "DominoCandidateGenerator", "draft_by", "token_ids"]

@@ -23,9 +23,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from .cache_domino import RowsCache, can_adopt, whole_chunks
-from .candidate_generator_domino import AssistedSession, DominoCandidateGenerator, token_ids
+from .candidate_generator_domino import AssistedSession, DominoCandidateGenerator, draft_by, token_ids
 from .compat_domino import decoding_mode, keep_last_chunk, split_records
-from .correction_domino import draft_block
 from .length_domino import LengthChooser, RoundCost, law_confidence
 from .processors_domino import BlockProcessors, refuse_stateful, sharpen
 from .statistics_domino import LastGeneration, RoundRecorder, of_rows
@@ -421,16 +420,8 @@ class DecodingLoop:
                 sure.append(scores.float().softmax(dim=-1).gather(1, token[:, None])[:, 0] >= threshold)
             return token, False
 
-        drafted = draft_block(
-            self.head.for_vocabulary(base_logits.shape[-1]),
-            hidden_states,
-            base_logits.to(hidden_states.device),
-            self.anchors,
-            prefix_len=self.draft.config.pure_draft_prefix_len if self.draft.head_enabled else hidden_states.shape[1],
-            embed=lambda token_ids: self._to_draft(self.session.target.embed(token_ids)),
-            choose=choose,
-            candidate_pool=self.draft.decoding.candidate_pool,
-        )
+        borrowed = self.session.target
+        drafted = draft_by(self.draft, borrowed, self.head, hidden_states, base_logits, self.anchors, choose)
         counts = torch.full_like(self.lengths, drafted.shape[1])
         if sure:  # a row's proposals end with its first unsure token
             counts = (torch.stack(sure[:-1], dim=1).long().cumprod(dim=1).sum(dim=1) + 1) if sure[:-1] else counts

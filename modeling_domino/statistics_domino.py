@@ -20,7 +20,7 @@ class LastGeneration:
         path: Which loop ran: "loop", ours, or "assisted", transformers' own.
         reason: Why that one.
         draft_seconds, verify_seconds: Spent by each round on its draft, and on the pass of the target that verified it;
-            calls that differ in these alone are equal.
+            calls that differ in these alone are equal. On an accelerator our loop waits once a round, at its end.
         rows: Of a batch, what each row did, in order. The numbers above are then those of all rows one after the other,
             and their `draft_seconds` and `verify_seconds` those of the longest, whose passes the others share.
     """

@@ -5,7 +5,7 @@ import torch
 from architectures import make_architecture
 from conftest import MASK, PAD, RiggedDraft, make_config, make_draft, make_target
 from support import StopAt
-from test_sampling import LIKELY, SMALL_DRAFT, chi_square_p, count, exact_laws, warpers
+from test_sampling import SMALL_DRAFT, assert_law, warpers
 from transformers import DynamicCache, StaticCache
 
 
@@ -196,10 +196,7 @@ def test_each_row_of_three_has_the_law_of_its_prompt():
     for row, prompt in enumerate(prompts):
         own = texts[row::3]
         assert own.shape == (calls, 4)
-        first, pair, later = exact_laws(target, prompt[None], warpers(0.9, 8, None))
-        assert chi_square_p(count(own[:, 0]), first) > LIKELY
-        assert chi_square_p(count(own[:, :2]), pair) > LIKELY
-        assert chi_square_p(count(own[:, 1:3]), later) > LIKELY
+        assert_law(own, target, prompt[None], warpers(0.9, 8, None))
 
 
 def test_several_texts_of_one_prompt(target, prompt):

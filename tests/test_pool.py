@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import MASK, make_draft, make_target
-from test_sampling import LIKELY, SMALL_DRAFT, chi_square_p, count, exact_laws, warpers
+from test_sampling import SMALL_DRAFT, assert_law, warpers
 
 from modeling_domino.correction_domino import OUTSIDE, correct_pool, draft_block
 
@@ -84,10 +84,7 @@ def test_sampling_has_the_law_of_the_target():
     call = {"do_sample": True, "temperature": 1.3, "top_k": 0, "max_new_tokens": 4, "assistant_model": draft}
     texts = torch.cat([target.generate(prompt.repeat(50, 1), **call)[:, 4:] for _ in range(calls // 50)])
     assert 0.05 < draft.last_generation.accepted / draft.last_generation.drafted < 0.95
-    first, pair, later = exact_laws(target, prompt, warpers(1.3, None, None))
-    assert chi_square_p(count(texts[:, 0]), first) > LIKELY
-    assert chi_square_p(count(texts[:, :2]), pair) > LIKELY
-    assert chi_square_p(count(texts[:, 1:3]), later) > LIKELY
+    assert_law(texts, target, prompt, warpers(1.3, None, None))
 
 
 @pytest.mark.parametrize("pool", [-1, 2.5, None])

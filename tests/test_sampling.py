@@ -163,6 +163,14 @@ def exact_laws(target, prompt, warp) -> tuple[torch.Tensor, torch.Tensor, torch.
     return first, pair, (pair[:, :, None] * third).sum(0)
 
 
+def assert_law(texts: torch.Tensor, target, prompt: torch.Tensor, warp: LogitsProcessorList) -> None:
+    """New ids [n, 3 or more] have the target's law: of the first, of the first two, and of the two after the first."""
+    laws = exact_laws(target, prompt, warp)
+    parts = texts[:, 0], texts[:, :2], texts[:, 1:3]
+    p_values = [chi_square_p(count(part), law) for part, law in zip(parts, laws, strict=True)]
+    assert min(p_values) > LIKELY
+
+
 @pytest.fixture(scope="module")
 def small_target():
     return make_target(vocab_size=VOCABULARY, num_hidden_layers=2, initializer_range=0.15)
@@ -184,13 +192,7 @@ def test_generate_has_the_law_of_the_target(setting, small_target, path):
     assert texts.shape == (CALLS, 4) and {s.path for s in stats} == {path}
     rounds, drafted, accepted = (sum(getattr(s, name) for s in stats) for name in ("rounds", "drafted", "accepted"))
     assert rounds > 1.3 * CALLS and 0.1 * drafted < accepted < 0.9 * drafted
-    first, pair, later = exact_laws(small_target, prompt, warpers(temperature, top_k, top_p))
-    p_values = [
-        chi_square_p(count(texts[:, 0]), first),
-        chi_square_p(count(texts[:, :2]), pair),
-        chi_square_p(count(texts[:, 1:3]), later),
-    ]
-    assert min(p_values) > LIKELY
+    assert_law(texts, small_target, prompt, warpers(temperature, top_k, top_p))
 
 
 def logits_below(seed: int) -> tuple[torch.Tensor, torch.Tensor, int]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import MASK, make_draft, make_target
 
-from modeling_domino import decoding_domino
+from modeling_domino import candidate_generator_domino, decoding_domino
 from modeling_domino.correction_domino import draft_block
 from modeling_domino.decoding_domino import DecodingLoop
 from modeling_domino.verification_domino import accept_greedy, accept_sampled, draw, pack_round
@@ -34,7 +34,8 @@ def test_every_call_of_a_round_has_the_shapes_of_the_round_before(rows, do_sampl
 
     watch(draft, "backbone")
     watch(target.model, "forward")
-    for name in ("draft_block", "accept_greedy", "accept_sampled", "pack_round"):
+    watch(candidate_generator_domino, "draft_block")
+    for name in ("accept_greedy", "accept_sampled", "pack_round"):
         watch(decoding_domino, name)
     torch.manual_seed(0)
     target.generate(prompt.repeat(rows, 1), assistant_model=draft, max_new_tokens=40, do_sample=do_sample)
