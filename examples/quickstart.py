@@ -213,6 +213,7 @@ def main() -> None:
         train(target, tokenizer, spread(domains["train"], arguments.prompts), arguments)
     stage(f"the draft in {folder}, loaded through AutoModel, decodes in float32")
     draft = AutoModel.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).to(target.device)
+    draft.decoding.adaptive_length = False  # τ is of whole blocks
     texts = spread(domains["evaluation"], arguments.eval_prompts)
     conversations = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in texts]
     if target.device.type == "cpu" and torch.backends.mkldnn.is_available():

@@ -72,7 +72,9 @@ def decode(target, draft, **options) -> dict:
     torch.manual_seed(1)
     prompt = torch.randint(draft.config.vocab_size, (1, PROMPT))
     mask = torch.ones_like(prompt)
-    arguments = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": draft, **options}
+    most = draft.config.max_draft_tokens  # or how many count would depend on the clock
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "assistant_model": draft, "num_assistant_tokens": most}
+    arguments |= options
     tokens = target.generate(prompt, attention_mask=mask, **arguments)
     with torch.no_grad():
         logits = target(tokens).logits[:, PROMPT - 1 : -1].float()

@@ -6,8 +6,8 @@ It is also the oracle that faster loops are compared with.
 """
 
 import time
-from collections.abc import Callable, Sized
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,8 @@ from transformers import (
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from .correction_domino import draft_block
+from .correction_domino import HeadWeights, draft_block
+from .processors_domino import refuse_stateful, sharpen
 from .statistics_domino import RoundRecorder
 from .target_domino import BorrowedTarget, Taps
 
@@ -121,7 +122,8 @@ class DominoCandidateGenerator(CandidateGenerator):
             if not _is_left_to_the_loop(criterion, generation_config)
         )
         known = getattr(session.target_cache, "draft_context", None)
-        if known and (known.draft_id, known.total_rows) == (self.draft.draft_id, session.cached_rows):
+        held = (known.draft_id, known.total_rows) if isinstance(known, DraftContext) else None
+        if held == (self.draft.draft_id, session.cached_rows):
             self.context = known
         else:  # of what the cache holds the draft has seen nothing: its context starts after it
             self.context = DraftContext(self.draft.draft_id, DynamicCache(), session.cached_rows, None)
@@ -240,15 +242,7 @@ class DominoCandidateGenerator(CandidateGenerator):
     def _propose(self, anchor_ids: Tensor, hidden_states: Tensor, room: int, choose: Callable) -> Tensor:
         hidden_states = hidden_states[:, :room]
         base_logits = self._base_logits(hidden_states)
-        return draft_block(
-            self.head.for_vocabulary(base_logits.shape[-1]),
-            hidden_states,
-            base_logits.to(hidden_states.device),
-            anchor_ids,
-            prefix_len=self.draft.config.pure_draft_prefix_len if self.head_enabled else base_logits.shape[1],
-            embed=lambda token_ids: self._to_draft(self.session.target.embed(token_ids)),
-            choose=choose,
-        )
+        return draft_by(self.draft, self.session.target, self.head, hidden_states, base_logits, anchor_ids, choose)
 
     def _base_logits(self, hidden_states: Tensor) -> Tensor:
         return self.session.target.logits(hidden_states)
@@ -266,6 +260,28 @@ class DominoCandidateGenerator(CandidateGenerator):
 
     def _to_draft(self, states: Tensor) -> Tensor:
         return states.to(self.draft.device, self.draft.dtype)
+
+
+def draft_by(
+    draft,
+    target: BorrowedTarget,
+    head: HeadWeights,
+    hidden_states: Tensor,
+    base_logits: Tensor,
+    anchor_ids: Tensor,
+    choose: Callable[[int, Tensor], tuple[Tensor, bool]],
+) -> Tensor:
+    """`draft_block` with the head, the options and the target's embeddings of a draft; `head` may lack padding rows."""
+    return draft_block(
+        head.for_vocabulary(base_logits.shape[-1]),
+        hidden_states,
+        base_logits.to(hidden_states.device),
+        anchor_ids,
+        prefix_len=draft.config.pure_draft_prefix_len if draft.head_enabled else base_logits.shape[1],
+        embed=lambda token_ids: target.embed(token_ids).to(draft.device, draft.dtype),
+        choose=choose,
+        candidate_pool=draft.decoding.candidate_pool,
+    )
 
 
 class _UnverifiedScores:
@@ -287,46 +303,9 @@ def _is_left_to_the_loop(criterion: StoppingCriteria, generation_config: Generat
     return isinstance(criterion, (MaxLengthCriteria, MaxTimeCriteria))
 
 
-@contextmanager
-def refuse_stateful(processors: list[LogitsProcessor]):
-    """
-    Watches whether processors change when they are called.
-
-    Raises:
-        ValueError: One did: it would count drafted tokens that are rejected later.
-    """
-
-    def state(value):
-        if isinstance(value, Tensor):
-            return id(value), value._version
-        return (id(value), len(value)) if isinstance(value, Sized) and not isinstance(value, str) else value
-
-    def states(processor) -> dict:
-        return {name: state(value) for name, value in getattr(processor, "__dict__", {}).items()}
-
-    before = [states(processor) for processor in processors]
-    yield
-    for processor, known in zip(processors, before, strict=True):
-        now = states(processor)
-        if changed := [name for name in now if name not in known or now[name] != known[name]]:
-            raise ValueError(
-                f"The logits processor `{type(processor).__name__}` keeps a state (`{changed[0]}` changed when it was "
-                "called), which rejected drafts would spoil: let it depend on `input_ids` alone, or drop "
-                "`assistant_model`."
-            )
-
-
 def token_ids(value: int | list[int] | Tensor | None) -> list[int]:
     """A special token of a generation config, which may be one id, several or none, as a list."""
     return [] if value is None else torch.as_tensor(value).flatten().tolist()
 
 
-def sharpen(scores: Tensor, draft_temperature: float) -> Tensor:
-    """Draft logits at a fraction of the target's temperature; 0 gives the one-hot law of the most likely token."""
-    if draft_temperature == 0:
-        best = scores.argmax(dim=-1, keepdim=True)
-        return torch.full_like(scores, -torch.inf).scatter(-1, best, 0.0)
-    return scores / draft_temperature
-
-
-__all__ = ["AssistedSession", "DominoCandidateGenerator", "sharpen", "token_ids"]
+__all__ = ["AssistedSession", "DominoCandidateGenerator", "draft_by", "token_ids"]

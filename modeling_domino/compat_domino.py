@@ -22,6 +22,7 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.utils import _split_model_outputs
 
 
 MARK = "_speculation_door"
@@ -126,6 +127,9 @@ def speculative_generate(original, target, draft, **arguments):
     options = {name: _asked_for(name, target, arguments) for name in names}
     streamer = arguments.get("streamer")
     _use_tokenizer(target, arguments)
+    # A cache that nobody gave and nobody gets need not be complete.
+    given = any(arguments.get(name) is not None for name in ("cache", "past_key_values"))
+    options["returns_cache"] = given or bool(_asked_for("return_dict_in_generate", target, arguments))
     return original(
         target, custom_generate=functools.partial(draft.speculate, streamer=streamer, **options), **arguments
     )
@@ -232,12 +236,31 @@ def assisted_decoding(
         return output[:, placeholders:]
     output.sequences = output.sequences[:, placeholders:]
     if generation_config.prefill_chunk_size:
-        _keep_last_chunk(output, generation_config.prefill_chunk_size)
+        keep_last_chunk(output, generation_config.prefill_chunk_size)
     return output
 
 
-def _keep_last_chunk(output, chunk_size: int) -> None:
-    """The loop reads the prompt in one piece; plain generate() returns the states of the last of its chunks."""
+def decoding_mode(target):
+    """The context in which plain generation runs all passes but the first (it chooses the kernels of experts)."""
+    return target._optimize_model_for_decode()
+
+
+def split_records(records: tuple, states: tuple[Tensor, ...], length: int, tokens: int, is_attention: bool) -> tuple:
+    """
+    Records with those of a pass added, one entry a token.
+
+    Args:
+        records: So far.
+        states: Of the pass, one tensor a layer.
+        length: Of the text before it.
+        tokens: That the text gained; `length` + 1 for the pass over the prompt.
+        is_attention: Whether these are attention weights, whose columns end with the token.
+    """
+    return _split_model_outputs(records, states, length, tokens, is_decoder_attention=is_attention)
+
+
+def keep_last_chunk(output, chunk_size: int) -> None:
+    """A draft's loops read the prompt in one piece; plain generate() returns the states of the last of its chunks."""
     for name in ("hidden_states", "attentions"):
         if records := getattr(output, name):
             rows = (records[0][0].shape[-2] - 1) % chunk_size + 1
@@ -259,10 +282,13 @@ def is_stateful(target) -> bool:
 
 __all__ = [
     "assisted_decoding",
+    "decoding_mode",
     "find_speculator",
     "install",
     "is_installed",
     "is_stateful",
+    "keep_last_chunk",
     "prompt_positions",
+    "split_records",
     "uninstall",
 ]

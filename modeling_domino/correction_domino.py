@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+# Logit of tokens that are not in a candidate pool: no probability in any float type, and still a law if a processor forbids
+# the whole pool.
+OUTSIDE = -1e4
+
+
 class HeadWeights(NamedTuple):
     """The head as plain matrices, every active adapter folded in. Rows of `w2` are the target's vocabulary."""
 
@@ -97,6 +102,7 @@ def draft_block(
     prefix_len: int,
     embed: Callable[[Tensor], Tensor],
     choose: Callable[[int, Tensor], tuple[Tensor, bool]],
+    candidate_pool: int = 0,
 ) -> Tensor:
     """Drafts up to K tokens left to right, each conditioned on those chosen before it (paper algorithm 1).
 
@@ -108,19 +114,24 @@ def draft_block(
         prefix_len: P, predictions that keep their base logits.
         embed: Token ids [b] to target embeddings [b, H].
         choose: (i, logits [b, V]) to (ids [b], whether the draft ends with them).
+        candidate_pool: M, tokens of each slot that are corrected, those of the largest base logits; all others are out
+            of the question. 0 corrects all V.
 
     Returns:
         Drafted ids, [b, n] with 1 <= n <= K.
     """
     from_hidden = F.linear(hidden_states, head.w1_hidden)
     state = hidden_states.new_zeros(hidden_states.shape[0], head.gru_hidden.shape[1])
+    pool = base_logits.topk(min(candidate_pool, base_logits.shape[-1])).indices if candidate_pool else None
     token_ids, drafted = anchor_ids, []
     for i in range(base_logits.shape[1]):
         state = gru_step(F.linear(embed(token_ids), head.gru_input), state, head.gru_hidden)
         logits = base_logits[:, i]
         if i >= prefix_len:
             rank = F.silu(from_hidden[:, i] + F.linear(state, head.w1_state))
-            logits = logits + F.linear(rank, head.w2)
+            logits = (
+                logits + F.linear(rank, head.w2) if pool is None else correct_pool(logits, rank, head.w2, pool[:, i])
+            )
         token_ids, ends = choose(i, logits)
         drafted.append(token_ids)
         if ends:
@@ -128,4 +139,20 @@ def draft_block(
     return torch.stack(drafted, dim=1)
 
 
-__all__ = ["HeadWeights", "PrefixGRU", "draft_block", "gru_scan", "gru_step"]
+def correct_pool(base_logits: Tensor, rank: Tensor, w2: Tensor, pool: Tensor) -> Tensor:
+    """Final logits of a pool of tokens: M rows of W2 are read instead of V.
+
+    Args:
+        base_logits: Of one slot, [b, V].
+        rank: a = SiLU(W1 [H ; S]) of it, [b, R].
+        w2: Shape [V, R].
+        pool: Ids, [b, M].
+
+    Returns:
+        [b, V]: base plus correction in the pool, `OUTSIDE` elsewhere.
+    """
+    corrected = base_logits.gather(-1, pool) + torch.einsum("br,bmr->bm", rank, w2[pool])
+    return torch.full_like(base_logits, OUTSIDE).scatter(-1, pool, corrected)
+
+
+__all__ = ["OUTSIDE", "HeadWeights", "PrefixGRU", "correct_pool", "draft_block", "gru_scan", "gru_step"]

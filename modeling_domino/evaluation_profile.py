@@ -8,7 +8,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from .candidate_generator_domino import DominoCandidateGenerator
 from .evaluation_methods import decode_conversation
 
 
@@ -35,8 +34,10 @@ class Stopwatch:
         self.seconds[name] += self.now() - started
 
 
-def _timed_generator(watch: Stopwatch) -> type[DominoCandidateGenerator]:
-    class TimedCandidateGenerator(DominoCandidateGenerator):
+def _timed(decoder: type, watch: Stopwatch) -> type:
+    """A candidate generator, or a decoding loop, that notes how long its parts take; both call them alike."""
+
+    class Timed(decoder):
         def _hidden_states(self, *args):
             watch.first_draft = watch.first_draft or watch.now()
             with watch.part("draft backbone"):
@@ -53,7 +54,7 @@ def _timed_generator(watch: Stopwatch) -> type[DominoCandidateGenerator]:
             watch.seconds["correction loop"] -= watch.seconds["lm_head"] - before
             return drafted
 
-    return TimedCandidateGenerator
+    return Timed
 
 
 class _Arrivals(BaseStreamer):
@@ -79,7 +80,8 @@ def profile_rounds(
     **options,
 ) -> dict:
     """
-    An account of the rounds of some conversations (of their first turns), prompts' own passes left out.
+    An account of the rounds of some conversations (of their first turns), prompts' own passes left out, in the loop that
+    `draft.decoding.path` names ("auto": ours).
 
     Args:
         target, tokenizer, draft: The models.
@@ -93,6 +95,7 @@ def profile_rounds(
         draft of this τ can exceed, = τ · T_target / T_verify.
     """
     watch, plain = Stopwatch(target.device), Stopwatch(target.device)
+    part = "candidate_generator" if draft.decoding.path == "assisted" else "decoding_loop"
     rounds = tokens = plain_tokens = 0
     whole = plain_seconds = 0.0
     started: list[float] = []
@@ -111,12 +114,12 @@ def profile_rounds(
         plain_tokens += len(arrivals.times) - 2
         plain_seconds += arrivals.times[-1] - arrivals.times[1]
         watch.first_draft = None
-        draft.candidate_generator = _timed_generator(watch)
+        setattr(draft, part, _timed(getattr(draft, part), watch))
         hooks = [target.register_forward_pre_hook(before), target.register_forward_hook(after)]
         try:
             decoded = decode_conversation(target, tokenizer, first, draft, template=template, **options)
         finally:
-            del draft.candidate_generator
+            delattr(draft, part)
             for hook in hooks:
                 hook.remove()
         if watch.first_draft is not None:

@@ -29,6 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import is_flash_attention_requested
 
+from .cache_domino import RowsCache
 from .configuration_domino import DominoConfig
 from .correction_domino import HeadWeights, PrefixGRU
 from .speculation_domino import SpeculationMixin
@@ -89,19 +90,16 @@ class DominoAttention(Qwen3Attention):
     ) -> tuple[Tensor, Tensor | None]:
         batch, block_rows, _ = hidden_states.shape
         context_rows = context_hidden_states.shape[1]
-        sources = torch.cat([context_hidden_states, hidden_states], dim=1)
-
         query = self.q_norm(self.q_proj(hidden_states).view(batch, block_rows, -1, self.head_dim)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(sources).view(batch, context_rows + block_rows, -1, self.head_dim))
-        key = key.transpose(1, 2)
-        value = self.v_proj(sources).view(batch, context_rows + block_rows, -1, self.head_dim).transpose(1, 2)
-
-        cos, sin = (part.unsqueeze(1) for part in position_embeddings)
-        key = key * cos + rotate_half(key) * sin
         # Positions cover context and block, queries are the block alone.
-        query = query * cos[:, :, context_rows:] + rotate_half(query) * sin[:, :, context_rows:]
+        query = _rotate(query, *(part[:, context_rows:] for part in position_embeddings))
+        key, value = self.keys_and_values(
+            torch.cat([context_hidden_states, hidden_states], dim=1), position_embeddings
+        )
 
-        if cache is not None:
+        if isinstance(cache, RowsCache):  # a block lies behind its context until the next one overwrites it
+            key, value = cache.update(key, value, self.layer_idx)
+        elif cache is not None:
             new_key, block_key = key.split([context_rows, block_rows], dim=2)
             new_value, block_value = value.split([context_rows, block_rows], dim=2)
             verified_key, verified_value = cache.update(new_key, new_value, self.layer_idx)
@@ -123,6 +121,18 @@ class DominoAttention(Qwen3Attention):
             **kwargs,
         )
         return self.o_proj(output.reshape(batch, block_rows, -1)), weights
+
+    def keys_and_values(self, sources: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Of rows [b, n, H], each [b, heads, n, head_dim]."""
+        shape = (*sources.shape[:2], -1, self.head_dim)
+        key = self.k_norm(self.k_proj(sources).view(shape)).transpose(1, 2)
+        return _rotate(key, *position_embeddings), self.v_proj(sources).view(shape).transpose(1, 2)
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads [b, heads, n, head_dim]."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return states * cos + rotate_half(states) * sin
 
 
 class DominoDecoderLayer(Qwen3DecoderLayer):
@@ -221,6 +231,13 @@ class DominoForSpeculativeDraft(SpeculationMixin, DominoPreTrainedModel):
                 cache=cache,
             )
         return self.norm(hidden_states).view(batch, blocks, slots, hidden)
+
+    def extend_context(self, context_hidden_states: Tensor, position_ids: Tensor, cache: Cache) -> None:
+        """Keys and values of context rows [b, C, taps · H] at positions [b, C] go to a cache, without a block."""
+        context = self.hidden_norm(self.fc(context_hidden_states))
+        position_embeddings = self.rotary_emb(context, position_ids)
+        for index, layer in enumerate(self.layers):
+            cache.update(*layer.self_attn.keys_and_values(context, position_embeddings), index)
 
     def forward(
         self,

@@ -16,14 +16,19 @@ from transformers.generation.logits_process import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.utils import logging
 
 from .candidate_generator_domino import AssistedSession, DominoCandidateGenerator, token_ids
 from .compat_domino import assisted_decoding, install, is_stateful, prompt_positions, speculative_generate
+from .decoding_domino import DecodingLoop, why_no_batch, why_not
+from .length_domino import RoundCost
 from .statistics_domino import LastGeneration
 from .target_domino import BorrowedTarget
 
 
 install()
+
+logger = logging.get_logger(__name__)
 
 CROPPABLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Rows that the field pads an embedding to; a larger difference means another vocabulary.
@@ -47,23 +52,32 @@ class DecodingOptions:
     How a draft decodes; kept on `draft.decoding` and never saved.
 
     Args:
-        path: "auto" or "assisted", transformers' own loop.
+        path: "loop" is ours, "assisted" transformers' own, which decodes one row a call; "auto" takes ours wherever it
+            can decode the call.
         draft_temperature: Factor of the call's temperature at which the draft samples its tokens. Any value is
             lossless, since tokens are accepted against the law they were drawn from; 0 proposes the most likely one.
+        candidate_pool: Tokens of each slot that the head corrects, those of the largest base logits; 0: all. Lossless too,
+            a small pool may lower acceptance.
+        adaptive_length: Whether our loop verifies only as many of the drafted tokens as pay on this machine, unless
+            `num_assistant_tokens` or a confidence threshold says how many: None, in greedy calls; True, in all.
     """
 
     path: str = "auto"
     draft_temperature: float = 1.0
+    candidate_pool: int = 0
+    adaptive_length: bool | None = None
 
 
 class SpeculationMixin:
     """What makes a draft model usable as `assistant_model=`."""
 
-    candidate_generator = DominoCandidateGenerator  # who drafts its blocks
+    candidate_generator = DominoCandidateGenerator  # who drafts its blocks in transformers' loop
+    decoding_loop = DecodingLoop  # ours, for drafts that propose as Domino does
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.decoding = DecodingOptions()
+        self.round_costs: dict[tuple, RoundCost] = {}  # by target, device and rows
         self.draft_id = uuid4().hex
         self.head_enabled = True
         self.last_generation: LastGeneration | None = None
@@ -100,6 +114,7 @@ class SpeculationMixin:
         streamer=None,
         num_assistant_tokens: int | None = None,
         assistant_confidence_threshold: float | None = None,
+        returns_cache: bool = True,
         **model_kwargs,
     ):
         """
@@ -107,12 +122,13 @@ class SpeculationMixin:
 
         Args:
             target: The model whose output is kept.
-            input_ids: Prompt ids, [1, T].
+            input_ids: Prompt ids, [b, T], padded on the left.
             logits_processor, stopping_criteria, generation_config, model_kwargs: As generate() prepared them.
             streamer: Receives the tokens of each round.
             num_assistant_tokens: K, tokens drafted per round; the draft's maximum when None.
             assistant_confidence_threshold: A block ends with a token that the draft gives a smaller probability;
                 never when None.
+            returns_cache: Whether the caller will read the cache; if not, that of a batch is left as it is.
 
         Returns:
             What generate() returns.
@@ -138,6 +154,7 @@ class SpeculationMixin:
                 "within, or leave it unset for all of them."
             )
         _check_options(self.decoding)
+        reason = self._why_not_our_loop(target, input_ids, generation_config, streamer, model_kwargs)
         limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
         # A criterion of the caller replaces the one that generate() makes of its own length.
         generation_config.max_length = min(limits, default=generation_config.max_length)
@@ -155,21 +172,70 @@ class SpeculationMixin:
                 cached_rows=int(cache.get_seq_length()),
                 placeholders=prompt_positions(input_ids, generation_config, model_kwargs) - input_ids.shape[1],
             )
-            output = assisted_decoding(
-                target,
-                input_ids,
-                session,
-                generation_config,
-                logits_processor=logits_processor,
-                stopping_criteria=stopping_criteria,
-                streamer=streamer,
-                **model_kwargs,
-            )
-            session.generator.remember()
-        self.last_generation = session.recorder.summary("assisted", "transformers' assisted-decoding loop")
+            if reason is None:
+                loop = self.decoding_loop(
+                    session,
+                    target,
+                    input_ids,
+                    generation_config,
+                    logits_processor,
+                    model_kwargs,
+                    streamer,
+                    returns_cache,
+                    self._adapts_length(generation_config, num_assistant_tokens, assistant_confidence_threshold),
+                )
+                output = loop.run()
+                self.last_generation = loop.statistics()
+            else:
+                output = assisted_decoding(
+                    target,
+                    input_ids,
+                    session,
+                    generation_config,
+                    logits_processor=logits_processor,
+                    stopping_criteria=stopping_criteria,
+                    streamer=streamer,
+                    **model_kwargs,
+                )
+                session.generator.remember()
+                self.last_generation = session.recorder.summary("assisted", reason)
         if keeps_no_cache and not isinstance(output, Tensor):
             output = type(output)(**{name: value for name, value in output.items() if name != "cache"})
         return output
+
+    def _adapts_length(self, generation_config, num_assistant_tokens, confidence_threshold) -> bool:
+        wanted = self.decoding.adaptive_length
+        if num_assistant_tokens is not None or confidence_threshold:
+            return False
+        return not generation_config.do_sample if wanted is None else wanted
+
+    def _why_not_our_loop(self, target, input_ids, generation_config, streamer, model_kwargs) -> str | None:
+        """Why a call takes transformers' loop; None if ours decodes it.
+
+        Raises:
+            ValueError: Neither can: ours was asked for, or there are several rows.
+        """
+        rows, path = input_ids.shape[0], self.decoding.path
+        reason = why_not(self, target, generation_config, model_kwargs)
+        if rows > 1 and path != "assisted":
+            reason = reason or why_no_batch(target, generation_config, model_kwargs, streamer)
+        if path == "assisted":
+            reason = "`draft.decoding.path` is 'assisted'"
+        if reason is None:
+            return None
+        if rows > 1:
+            returned = generation_config.num_return_sequences
+            raise ValueError(
+                f"The batch has {rows} rows (`num_return_sequences={returned}`), which only our own loop decodes together, "
+                f"and it cannot decode this call: {reason}. Call generate() once for each row, or leave that out."
+            )
+        if path == "loop":
+            raise ValueError(
+                f"`draft.decoding.path` is 'loop', which cannot decode this call: {reason}. Leave that out or set 'auto'."
+            )
+        if path == "auto":
+            logger.info(f"A draft decodes through transformers' assisted loop: {reason}.")
+        return reason
 
 
 def _check_call(target, input_ids, logits_processor, generation_config, model_kwargs) -> None:
@@ -200,11 +266,6 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
             f"Generation mode `{mode.value}` is not supported with a Domino draft, which decodes greedily or "
             "by sampling: drop the option that asks for it or drop `assistant_model`."
         )
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"The batch has {input_ids.shape[0]} rows (`num_return_sequences={generation_config.num_return_sequences}`); "
-            "a Domino draft decodes one row per call: call generate() once for each."
-        )
     for processor in logits_processor:
         if (option := STATEFUL_PROCESSORS.get(type(processor))) is not None:
             value = getattr(generation_config, option, None)
@@ -213,6 +274,13 @@ def _check_call(target, input_ids, logits_processor, generation_config, model_kw
                 f"`{given}` makes a `{type(processor).__name__}`, which keeps a state from token to token that rejected "
                 "drafts would spoil: drop it or drop `assistant_model`."
             )
+    mask = model_kwargs.get("attention_mask")
+    if len(input_ids) > 1 and mask is not None and not bool(mask[:, -1].all()):
+        row = mask[:, -1].tolist().index(0)
+        raise ValueError(
+            f"Row {row} of the batch ends with padding (`attention_mask` is 0 in its last column), where its text would go "
+            "on: pad on the left (`tokenizer.padding_side = 'left'`)."
+        )
     cache = model_kwargs.get("cache")
     if cache is None or not cache.is_croppable:
         raise ValueError(
@@ -281,8 +349,12 @@ def check_fit(config, target, borrowed: BorrowedTarget, generation_config) -> No
 
 
 def _check_options(options: DecodingOptions) -> None:
-    if options.path not in ("auto", "assisted"):
-        raise ValueError(f"`draft.decoding.path` is {options.path!r}, expected 'auto' or 'assisted'.")
+    if options.path not in ("auto", "loop", "assisted"):
+        raise ValueError(f"`draft.decoding.path` is {options.path!r}, expected 'auto', 'loop' or 'assisted'.")
+    if not isinstance(options.candidate_pool, int) or options.candidate_pool < 0:
+        raise ValueError(
+            f"`draft.decoding.candidate_pool` is {options.candidate_pool!r}, expected a number of tokens, or 0 for all."
+        )
     if options.draft_temperature != 0 and not 0.01 <= options.draft_temperature <= 100:
         raise ValueError(
             f"`draft.decoding.draft_temperature` is {options.draft_temperature}, expected 0 (greedy drafts) or a factor "

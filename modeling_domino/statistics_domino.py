@@ -3,21 +3,26 @@
 from dataclasses import dataclass, field
 
 
+PER_ROUND = ("drafted_per_round", "accepted_per_round", "tokens_per_round")
+
+
 @dataclass(frozen=True)
 class LastGeneration:
     """
     Statistics of one call. A round is one draft and one verification; the token that the prefill gives belongs to
-    none, so `new_tokens == 1 + sum(tokens_per_round)`.
+    none, so `new_tokens == 1 + sum(tokens_per_round)` in a row.
 
     Args:
         drafted_per_round: Tokens proposed in each round.
         accepted_per_round: Of these, how many survived verification.
         tokens_per_round: Tokens gained: the accepted ones, and the bonus token unless EOS, the length limit or a
             stopping criterion ended the round before it.
-        path: Which loop ran: "assisted", transformers' own.
+        path: Which loop ran: "loop", ours, or "assisted", transformers' own.
         reason: Why that one.
         draft_seconds, verify_seconds: Spent by each round on its draft, and on the pass of the target that verified it;
-            calls that differ in these alone are equal.
+            calls that differ in these alone are equal. On an accelerator our loop waits once a round, at its end.
+        rows: Of a batch, what each row did, in order. The numbers above are then those of all rows one after the other,
+            and their `draft_seconds` and `verify_seconds` those of the longest, whose passes the others share.
     """
 
     drafted_per_round: tuple[int, ...]
@@ -27,6 +32,7 @@ class LastGeneration:
     reason: str
     draft_seconds: tuple[float, ...] = field(default=(), compare=False)
     verify_seconds: tuple[float, ...] = field(default=(), compare=False)
+    rows: "tuple[LastGeneration, ...]" = ()
 
     @property
     def rounds(self) -> int:
@@ -42,7 +48,7 @@ class LastGeneration:
 
     @property
     def new_tokens(self) -> int:
-        return 1 + sum(self.tokens_per_round)
+        return max(len(self.rows), 1) + sum(self.tokens_per_round)
 
     @property
     def acceptance_length(self) -> float:
@@ -94,4 +100,19 @@ class RoundRecorder:
         )
 
 
-__all__ = ["LastGeneration", "RoundRecorder"]
+def of_rows(rows: list[LastGeneration]) -> LastGeneration:
+    """Statistics of a batch, or of its only row."""
+    if len(rows) == 1:
+        return rows[0]
+    longest = max(rows, key=lambda row: row.rounds)
+    return LastGeneration(
+        *(tuple(n for row in rows for n in getattr(row, name)) for name in PER_ROUND),
+        path=longest.path,
+        reason=longest.reason,
+        draft_seconds=longest.draft_seconds,
+        verify_seconds=longest.verify_seconds,
+        rows=tuple(rows),
+    )
+
+
+__all__ = ["LastGeneration", "RoundRecorder", "of_rows"]

@@ -36,6 +36,7 @@ class BorrowedTarget:
         self._multiplier = getattr(text_config, "logit_scale", None) or 1.0  # Cohere
         self._multiplier /= getattr(text_config, "logits_scaling", None) or 1.0  # Granite
         self._softcap = getattr(text_config, "final_logit_softcapping", None)  # Gemma 2 and 3
+        self.has_position_table = _has_position_table(target, text_config)
         self._embedding_device, _ = _placement(self.embedding, target)
         self._head_device, self._head_dtype = _placement(self.lm_head, target)
 
@@ -125,6 +126,15 @@ def _placement(module: nn.Module, target: PreTrainedModel) -> tuple[torch.device
     is_float = parameter is not None and parameter.dtype.is_floating_point  # quantised weights are not
     dtype = parameter.dtype if is_float else target.dtype
     return torch.device("cpu") if device.type == "meta" else device, dtype
+
+
+def _has_position_table(target: PreTrainedModel, text_config) -> bool:
+    """Whether positions are looked up in a learned table, which has an end (OPT's has two rows in front)."""
+    rows = getattr(text_config, "max_position_embeddings", None)
+    tables = (m for m in target.get_decoder().modules() if isinstance(m, nn.Embedding))
+    return rows is not None and any(
+        table.num_embeddings - rows in (0, 2) and table is not target.get_input_embeddings() for table in tables
+    )
 
 
 def find_decoder_layers(target: PreTrainedModel) -> nn.ModuleList:

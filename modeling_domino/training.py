@@ -278,6 +278,7 @@ class DominoTrainer(HubUploads, Trainer):
                 prompt[None],
                 attention_mask=torch.ones_like(prompt)[None],
                 assistant_model=draft,
+                num_assistant_tokens=draft.config.max_draft_tokens,  # τ is of whole blocks
                 max_new_tokens=self.args.eval_generate_tokens,
                 do_sample=False,
             )

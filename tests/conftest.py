@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from modeling_domino import DominoConfig, DominoForSpeculativeDraft
+from modeling_domino.speculation_domino import DecodingOptions
 
 
 # Tiny models gain nothing from a second thread and lose much to one that waits.
@@ -95,8 +96,12 @@ class RiggedDraft(DominoForSpeculativeDraft):
     def backbone(self, noise_embeds, context_hidden_states, position_ids, **kwargs):
         super().backbone(noise_embeds, context_hidden_states, position_ids, **kwargs)
         slots = self.config.block_size
-        anchor = int(position_ids[0, -slots])
-        first = 0 if self.config.shift_label else 1
+        blocks = [self.wanted_logits(int(anchor)) for anchor in position_ids[:, -slots]]
+        return (torch.stack(blocks) @ self.inverse_head.T)[:, None]
+
+    def wanted_logits(self, anchor: int) -> torch.Tensor:
+        """Of the slots of a block whose anchor stands at that position."""
+        slots, first = self.config.block_size, 0 if self.config.shift_label else 1
         wanted = torch.zeros(slots, self.config.vocab_size)
         for slot in range(first, slots):
             prediction = slot - first
@@ -105,7 +110,7 @@ class RiggedDraft(DominoForSpeculativeDraft):
             if prediction >= self.right:
                 token = (token + 1) % MASK
             wanted[slot, token] = 30.0
-        return (wanted @ self.inverse_head.T)[None, None]
+        return wanted
 
 
 def make_rigged(target, text: torch.Tensor, right: int, **overrides) -> RiggedDraft:
@@ -127,6 +132,21 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def blocks_are_whole(monkeypatch):
+    """Lengths that depend on the clock have tests of their own (test_length.py); all others know how many rounds come."""
+    defaults = DecodingOptions.__init__.__defaults__
+    monkeypatch.setattr(DecodingOptions.__init__, "__defaults__", (*defaults[:-1], False))
+
+
+@pytest.fixture(params=["loop", "assisted"])
+def path(request, monkeypatch):
+    """The loop that decodes where a test does not choose: files of tests that both must pass ask for it."""
+    asked = "auto" if request.param == "loop" else "assisted"
+    monkeypatch.setattr(DecodingOptions.__init__, "__defaults__", (asked, *DecodingOptions.__init__.__defaults__[1:]))
+    return request.param
 
 
 @pytest.fixture

@@ -44,21 +44,26 @@ class Argument:
         build: Keyword arguments of one call; `prompt` among them replaces the prompt.
         refused: Words of the refusal; none where it works.
         free: Whether the property test may add it to any other.
+        path: The loop that decodes it: "loop" is ours, "assisted" transformers'.
+        batch: Whether it has several rows, which only our loop decodes.
     """
 
     name: str
     build: Callable[[Call], dict]
     refused: str = ""
     free: bool = True
+    path: str = "loop"
+    batch: bool = False
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A row that has tests of its own."""
+    """A row that has tests of its own, which see to its path too."""
 
     name: str
     test: str
     refused: bool = False
+    path: str = "loop"
 
 
 class ForceAt(LogitsProcessor):
@@ -99,6 +104,14 @@ class Listener(BaseStreamer):
 def padded(call: Call) -> dict:
     prompt = torch.cat([torch.full((1, 3), PAD), call.prompt], dim=1)
     return {"prompt": prompt, "attention_mask": (torch.arange(9) >= 3).long()[None]}
+
+
+def batch(call: Call) -> dict:
+    """Three prompts of their own lengths."""
+    torch.manual_seed(3)
+    lengths = torch.tensor([9, 4, 6])
+    mask = (torch.arange(9) >= 9 - lengths[:, None]).long()
+    return {"prompt": torch.randint(3, 23, (3, 9)) * mask, "attention_mask": mask}
 
 
 def turn_on_cache(call: Call) -> dict:
@@ -173,11 +186,18 @@ ARGUMENTS = [
         free=False,
     ),
     Argument("beams", lambda c: {"num_beams": 3}, "`num_beams=3`", free=False),
-    Argument("batches", lambda c: {"prompt": c.prompt.repeat(2, 1)}, "The batch has 2 rows", free=False),
+    Argument("batches", batch, free=False, batch=True),
     Argument(
         "`num_return_sequences` above 1",
-        lambda c: {"num_return_sequences": 2, "do_sample": True},
-        "`num_return_sequences=2`",
+        lambda c: {"num_return_sequences": 2, "do_sample": True, "top_k": 1},
+        free=False,
+        batch=True,
+    ),
+    Argument("a `streamer` for several rows", lambda c: {**batch(c), "streamer": Listener()}, "hears one", free=False),
+    Argument(
+        "scores, states or attentions of several rows",
+        lambda c: {**batch(c), **RECORDS, "output_scores": True},
+        "`output_scores=True` records one text",
         free=False,
     ),
     Argument("`guidance_scale`", lambda c: {"guidance_scale": 1.5}, "keeps a state", free=False),
@@ -235,6 +255,11 @@ OTHERS = {
             refused=True,
         ),
     ],
+    "Drafts": [
+        Elsewhere("Domino and DFlash", "test_greedy.py"),
+        Elsewhere("the EAGLE-3-style baseline", "test_eagle.py::test_greedy_text_is_the_targets", path="assisted"),
+    ],
+    "Caches": [Elsewhere("offloaded", "test_targets.py::test_offloaded_caches", path="assisted")],
     "Arguments, continued": [
         Elsewhere(
             "processors that keep a state",
@@ -246,21 +271,28 @@ OTHERS = {
 }
 
 
+def works(path: str) -> dict[str, list[str]]:
+    """Names of what works, by group, that one of the loops decodes."""
+    groups = {
+        "Targets": list(ARCHITECTURES) if path == "loop" else [],
+        "Arguments": [a.name for a in ARGUMENTS if not a.refused and a.path == path],
+    }
+    for group, rows in OTHERS.items():
+        groups[group] = [row.name for row in rows if not row.refused and row.path == path]
+    return groups
+
+
 def table() -> str:
     """The README's table: names by outcome."""
-    rows = [
-        ("Targets", ", ".join(ARCHITECTURES), ""),
-        (
-            "Arguments",
-            ", ".join(a.name for a in ARGUMENTS if not a.refused),
-            ", ".join(a.name for a in ARGUMENTS if a.refused),
-        ),
-    ]
-    for group, others in OTHERS.items():
-        works = ", ".join(row.name for row in others if not row.refused)
-        rows.append((group, works, ", ".join(row.name for row in others if row.refused)))
-    lines = ["| | works | refused, in one sentence |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
+    loop, assisted = works("loop"), works("assisted")
+    refused = {"Targets": [], "Arguments": [a.name for a in ARGUMENTS if a.refused]}
+    for group, rows in OTHERS.items():
+        refused[group] = [row.name for row in rows if row.refused]
+    lines = ["| | our loop | transformers' loop, one row a call | refused, in one sentence |", "|---|---|---|---|"]
+    for group in loop:
+        cells = (", ".join(outcome[group]) for outcome in (loop, assisted, refused))
+        lines.append(f"| {group} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def readme_with_table() -> str:

@@ -85,6 +85,7 @@ class Tally:
             return
         assert_same(ours, plain)
         stats = draft.last_generation
+        assert stats.path == ("assisted" if draft.decoding.path == "assisted" else "loop")
         produced = plain["sequences"].shape[1] - (0 if drawn["style"] == "embedded" else options()["inputs"].shape[1])
         assert stats.new_tokens == produced
         limits = {argument.name for argument in drawn["arguments"]}
@@ -107,11 +108,11 @@ def run(examples: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_any_call():
+def test_any_call(path):
     run(60)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_any_call_at_length():
+def test_any_call_at_length(path):
     run(1500)

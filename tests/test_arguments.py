@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MASK, make_draft, make_rigged, make_target
-from support import ARGUMENTS, OTHERS, README, Call, Listener, readme_with_table
+from support import ARGUMENTS, OTHERS, README, Call, Listener, readme_with_table, works
 
 
 NEW = 14
+pytestmark = pytest.mark.usefixtures("path")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,11 @@ def assert_close(ours, plain) -> None:
 
 
 @pytest.mark.parametrize("argument", [a for a in ARGUMENTS if not a.refused], ids=lambda argument: argument.name)
-def test_works(argument, call):
+def test_works(argument, call, path):
+    if argument.batch and path == "assisted":
+        with pytest.raises(ValueError, match="only our own loop decodes together.*once for each row"):
+            run(call, argument.build(call), make_draft(call.target))
+        return
     plain, options = run(call, argument.build(call))
     heard = options.get("streamer")
     prompt = torch.tensor([[]], dtype=torch.long) if "inputs_embeds" not in options else call.prompt
@@ -63,7 +68,7 @@ def test_works(argument, call):
     for draft in (make_rigged(call.target, text, right=4), make_draft(call.target)):
         ours, options = run(call, argument.build(call), draft)
         assert_same(ours, plain)
-        assert draft.last_generation.path == "assisted"
+        assert draft.last_generation.path == ("assisted" if path == "assisted" else argument.path)
         if heard is not None:
             assert isinstance(heard, Listener) and heard.ends == options["streamer"].ends == 1
             assert options["streamer"].tokens == heard.tokens == plain["sequences"][0].tolist()
@@ -105,6 +110,12 @@ def test_rows_with_tests_of_their_own_have_them():
             file, _, name = row.test.partition("::")
             source = (Path(__file__).parent / file).read_text(encoding="utf-8")
             assert f"def {name}(" in source or not name, row
+
+
+def test_few_of_the_rows_that_work_leave_our_loop():
+    ours, theirs = (sum(len(names) for names in works(path).values()) for path in ("loop", "assisted"))
+    assert theirs <= 0.15 * (ours + theirs)
+    assert works("assisted")["Arguments"] == []
 
 
 def test_the_readme_shows_this_table():

@@ -5,7 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import MASK, make_config, make_draft, make_target
+import transformers
+from architectures import ARCHITECTURES
+from conftest import MASK, SIZES, make_config, make_draft, make_target
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     DynamicCache,
@@ -14,16 +16,18 @@ from transformers import (
     MambaForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    StaticCache,
     SynthIDTextWatermarkingConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from modeling_domino import DominoConfig
+from modeling_domino import DominoCandidateGenerator, DominoConfig
 from modeling_domino.statistics_domino import RoundRecorder
 
 
 NEW = 8
+pytestmark = pytest.mark.usefixtures("path")
 
 
 class FrozenCache(DynamicCache):
@@ -91,7 +95,6 @@ SYNTH_ID = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)
     [
         ({"num_beams": 3}, ("`num_beams=3`", "`num_beams=1` or drop `assistant_model`")),
         ({"num_beams": 2, "do_sample": True}, ("`num_beams=2`", "`num_beams=1`")),
-        ({"num_return_sequences": 2, "do_sample": True}, ("2 rows", "`num_return_sequences=2`", "once for each")),
         ({"prompt_lookup_num_tokens": 3}, ("`prompt_lookup_num_tokens=3`", "drop it or drop `assistant_model`")),
         ({"assistant_ensemble_weight": 0.5}, ("`assistant_ensemble_weight=0.5`", "drop it or drop `assistant_model`")),
         ({"assistant_early_exit": 2}, ("`assistant_early_exit=2`", "drop it or drop `assistant_model`")),
@@ -133,9 +136,79 @@ def test_options_of_the_generation_config_are_refused_too(target, prompt, draft)
         generate(target, prompt, draft)
 
 
-def test_batch_of_two(target, prompt, draft):
-    with refused(target, "2 rows", "`num_return_sequences=1`", "once for each"):
+def test_batch_of_two_in_transformers_loop(target, prompt, draft):
+    draft.decoding.path = "assisted"
+    with refused(target, "2 rows", "`num_return_sequences=1`", "only our own loop", "'assisted'", "once for each row"):
         generate(target, prompt.repeat(2, 1), draft)
+
+
+def test_a_batch_that_our_loop_cannot_decode_either(target, prompt, draft):
+    draft.candidate_generator = type("OtherGenerator", (DominoCandidateGenerator,), {})
+    with refused(target, "2 rows", "the draft proposes through a OtherGenerator", "Call generate() once for each row"):
+        generate(target, prompt.repeat(2, 1), draft)
+    assert generate(target, prompt, draft).tolist() == generate(target, prompt).tolist()
+    assert draft.last_generation.path == "assisted" and "OtherGenerator" in draft.last_generation.reason
+    draft.decoding.path = "loop"
+    with refused(target, "`draft.decoding.path` is 'loop'", "OtherGenerator", "set 'auto'"):
+        generate(target, prompt, draft)
+
+
+def test_a_batch_with_padding_on_the_right(target, prompt, draft):
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    with refused(target, "Row 1 of the batch ends with padding", "`tokenizer.padding_side = 'left'`"):
+        generate(target, prompt.repeat(2, 1), draft, attention_mask=mask)
+
+
+def test_a_static_cache_that_is_too_small(target, prompt, draft):
+    draft.decoding.path = "loop"
+
+    def static(length: int):
+        return StaticCache(target.config, max_cache_len=length)
+
+    fits = generate(target, prompt, draft, cache=static(6 + NEW - 1))  # the last token need not be in it
+    assert fits.tolist() == generate(target, prompt).tolist()
+    with pytest.raises(ValueError, match=f"Row 0 goes on past the {6 + NEW - 2} tokens that the static cache holds"):
+        generate(target, prompt, draft, cache=static(6 + NEW - 2))
+    ended = {"cache": static(9), "eos_token_id": int(fits[0, 8])}
+    assert generate(target, prompt, draft, **ended).tolist() == fits[:, :9].tolist()
+    with refused(target, "The prompt of row 0 is longer than the 5 tokens that the static cache holds"):
+        generate(target, prompt, draft, cache=static(5))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_texts_longer_than_a_table_of_positions(kind, prompt):
+    """Rows count from their own first token, so the longest prompt is refused, by its number, and the shorter are not."""
+    config_class, model_class, overrides = ARCHITECTURES[kind]
+    sizes = {**SIZES, **overrides, "max_position_embeddings": 6 + NEW}
+    target = getattr(transformers, model_class)(getattr(transformers, config_class)(**sizes)).eval()
+    draft = make_draft(target)
+    draft.decoding.path = "loop"
+    batch = torch.cat([prompt, prompt * (torch.arange(6) > 2)])
+    mask = torch.tensor([[1] * 6, [0] * 3 + [1] * 3])
+    longest = generate(target, batch, draft, attention_mask=mask, max_new_tokens=NEW + 1)
+    assert longest.tolist() == generate(target, batch, attention_mask=mask, max_new_tokens=NEW + 1).tolist()
+    with pytest.raises(ValueError, match=f"Row 0 goes on past the {6 + NEW} positions that the target has"):
+        generate(target, batch, draft, attention_mask=mask, max_new_tokens=NEW + 2)
+    assert generate(target, prompt[:, 3:], draft, max_new_tokens=NEW + 4).shape == (1, 3 + NEW + 4)
+
+
+def test_out_of_memory_names_the_largest_buffers_and_what_to_lower(target, prompt, draft, monkeypatch):
+    passes, forward = [], target.model.forward
+
+    def give_up(*args, **kwargs):
+        passes.append(1)
+        if len(passes) == 3:
+            raise torch.OutOfMemoryError("tried to allocate more")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(target.model, "forward", give_up)
+    draft.decoding.path = "loop"
+    words = (
+        "with 3 rows.*keys and values of the target: 0.* MB.*Pass fewer rows, fewer `num_assistant_tokens`.*tried to"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=words):
+        generate(target, prompt.repeat(3, 1), draft)
+    assert draft.last_generation is None
 
 
 class Counting:
@@ -179,7 +252,6 @@ def test_empty_cache_of_the_caller_is_used(target, prompt, draft):
     cache = DynamicCache(config=target.config)
     text = generate(target, prompt)
     assert generate(target, prompt, draft, cache=cache).tolist() == text.tolist()
-    assert draft.last_generation.path == "assisted"
     assert cache.get_seq_length() == text.shape[1] - 1
 
 
@@ -198,7 +270,7 @@ def test_number_of_assistant_tokens(shift_label, most, beyond, target, prompt):
 @pytest.mark.parametrize("path", ["fast", "", None])
 def test_unknown_path(path, target, prompt, draft):
     draft.decoding.path = path
-    with refused(target, "`draft.decoding.path`", repr(path), "'auto' or 'assisted'"):
+    with refused(target, "`draft.decoding.path`", repr(path), "'auto', 'loop' or 'assisted'"):
         generate(target, prompt, draft)
 
 
@@ -276,7 +348,6 @@ def test_other_padding_of_the_same_vocabulary_is_accepted(draft_rows, target_row
     for each, drafted in runs.items():
         monkeypatch.setattr(RoundRecorder, "add", lambda *args, to=drafted: (to.append(args[1]), add(*args)))
         assert generate(target, prompt, each).tolist() == text.tolist()
-        assert each.last_generation.path == "assisted"
     assert runs[draft] == runs[same] and len(runs[draft]) > 1
 
 
@@ -337,7 +408,6 @@ def test_misspelt_field(misspelt, meant):
 def test_the_last_values_that_fit(overrides, target, prompt):
     draft = make_draft(target, **overrides)
     assert generate(target, prompt, draft).tolist() == generate(target, prompt).tolist()
-    assert draft.last_generation.path == "assisted"
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,7 @@ target = AutoModelForCausalLM.from_pretrained("target")
 prompt = torch.tensor([json.loads(open("prompt.json").read())])
 
 def run(draft):
+    draft.decoding.adaptive_length = False
     ids = target.generate(prompt, max_new_tokens=24, do_sample=False, assistant_model=draft)[0].tolist()
     return [ids, list(draft.last_generation.accepted_per_round)]
 

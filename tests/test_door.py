@@ -14,6 +14,7 @@ from modeling_domino.compat_domino import find_speculator, install, is_installed
 
 
 NEW = 24
+pytestmark = pytest.mark.usefixtures("path")
 
 
 def door():

@@ -29,6 +29,8 @@ def test_greedy_text_is_the_targets(kind, prompt):
     target = make_target(kind, seed=6)
     draft = make_eagle(target)
     assert generate(target, prompt, draft).tolist() == generate(target, prompt).tolist()
+    assert draft.last_generation.path == "assisted"
+    assert "EagleCandidateGenerator" in draft.last_generation.reason
     assert draft.last_generation.new_tokens == 30 and max(draft.last_generation.drafted_per_round) == 4
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from modeling_domino.cli import app
 from modeling_domino.evaluation import Evaluation, EvaluationModels, Journal, decoded_of, evaluate, first_difference
 from modeling_domino.evaluation_methods import LABELS
+from modeling_domino.evaluation_profile import profile_rounds
 from modeling_domino.evaluation_report import (
     compare,
     interval,
@@ -111,6 +112,17 @@ def test_the_profile_accounts_for_the_whole_round(results):
     assert min(parts.values()) > 0
     expected = profile["tau"] * profile["target_ms"] / sum(parts.values())
     assert profile["implied_speedup"] == pytest.approx(expected) and expected < profile["bound_with_free_draft"]
+
+
+@pytest.mark.parametrize("which", ["loop", "assisted"])
+def test_either_loop_is_profiled(which, target, draft):
+    draft.decoding.path = which
+    conversations = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in TEXTS[:2]]
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    profile = profile_rounds(target, chat_tokenizer(), draft, conversations, **options)
+    assert draft.last_generation.path == which and profile["rounds"] >= 4
+    assert min(profile["milliseconds"].values()) > 0
+    assert not {"candidate_generator", "decoding_loop"} & set(vars(draft))
 
 
 def test_the_same_seed_gives_the_same_tokens(folders, tmp_path):

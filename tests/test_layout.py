@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files, get_relative_imports
+from transformers.generation import utils
 
 import modeling_domino
 from modeling_domino import DominoForSpeculativeDraft
@@ -25,6 +26,10 @@ LEVELS = [
         "configuration_domino",
         "compat_domino",
         "statistics_domino",
+        "cache_domino",
+        "length_domino",
+        "processors_domino",
+        "verification_domino",
         "anchors",
         "losses",
         "packed_linear",
@@ -35,6 +40,7 @@ LEVELS = [
     },
     {"correction_domino", "target_domino", "collator", "metrics", "measures"},
     {"candidate_generator_domino"},
+    {"decoding_domino"},
     {"speculation_domino"},
     {"modeling_domino"},
     {"data", "eagle", "features", "loading", "warm_start"},
@@ -169,6 +175,8 @@ PRIVATE = {
     "_assisted_decoding": GenerationMixin,
     "_get_candidate_generator": GenerationMixin,
     "_is_stateful": PreTrainedModel,
+    "_optimize_model_for_decode": GenerationMixin,
+    "_split_model_outputs": utils,
 }
 
 

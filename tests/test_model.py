@@ -16,9 +16,10 @@ from transformers import (
     GraniteForCausalLM,
 )
 
-from modeling_domino import DominoCandidateGenerator, DominoConfig, DominoForSpeculativeDraft, correction_domino
+from modeling_domino import DominoConfig, DominoForSpeculativeDraft, correction_domino
 from modeling_domino.anchors import block_attention_mask
 from modeling_domino.correction_domino import PrefixGRU, draft_block, gru_step
+from modeling_domino.statistics_domino import RoundRecorder
 from modeling_domino.target_domino import BorrowedTarget
 
 
@@ -237,22 +238,23 @@ def test_teacher_forced_logits_equal_the_left_to_right_loop_past_a_sliding_windo
 
 @per_alignment
 def test_tokens_that_generate_drafts_are_those_of_the_teacher_forced_forward(
-    shift_label, prefix_len, target, prompt, monkeypatch
+    path, shift_label, prefix_len, target, prompt, monkeypatch
 ):
     draft = make_draft(target, shift_label=shift_label, pure_draft_prefix_len=prefix_len)
     with torch.no_grad():
         draft.embed_proj[2].weight.mul_(20)  # corrections as large as base logits, so that the prefix decides
-    rounds, get_candidates = [], DominoCandidateGenerator.get_candidates
+    rounds, add = [(prompt.shape[1], None)], RoundRecorder.add  # the anchor of the next round stands last
 
-    def record(self, input_ids, *args, **kwargs):
-        candidates = get_candidates(self, input_ids, *args, **kwargs)
-        rounds.append((input_ids.shape[1] - 1, candidates[0][0, input_ids.shape[1] :]))
-        return candidates
+    def record(self, drafted_ids, gained_ids, *seconds):
+        anchor, _ = rounds.pop()
+        rounds.extend([(anchor, torch.tensor(drafted_ids, dtype=torch.long)), (anchor + len(gained_ids), None)])
+        add(self, drafted_ids, gained_ids, *seconds)
 
-    monkeypatch.setattr(DominoCandidateGenerator, "get_candidates", record)
+    monkeypatch.setattr(RoundRecorder, "add", record)
     text, predictions = drafted(target, prompt, draft), draft.config.max_draft_tokens
+    assert draft.last_generation.path == path
     context, compared = context_of(target, draft, text), 0
-    for anchor, tokens in rounds[1:]:  # the first call is the prefill
+    for anchor, tokens in rounds[:-1]:
         prefix = F.pad(torch.cat([text[0, anchor : anchor + 1], tokens]), (0, predictions))[:predictions]
         with torch.no_grad():
             logits = draft(
@@ -307,9 +309,26 @@ def test_context_in_two_portions_through_the_cache_equals_one_pass(target, draft
 
 @pytest.mark.parametrize("shift_label", [True, False])
 @pytest.mark.parametrize("right", [0, 2, 5])
+def test_what_our_loop_leaves_on_a_cache_is_the_context_of_the_whole_text(shift_label, right, target, prompt):
+    text = plain(target, prompt)
+    draft, cache = make_rigged(target, text[0], right, shift_label=shift_label), DynamicCache(config=target.config)
+    assert drafted(target, prompt, draft, cache=cache).tolist() == text.tolist()
+    known, columns = cache.draft_context, text.shape[1] - 1
+    assert (known.seen_from, known.length) == (0, columns) and columns == cache.get_seq_length()
+    with torch.no_grad():
+        fresh = DynamicCache()
+        draft.extend_context(context_of(target, draft, text[:, :-1]), torch.arange(columns)[None], fresh)
+    for layer, reference in zip(known.cache.layers, fresh.layers, strict=True):
+        torch.testing.assert_close(layer.keys[:, :, :columns], reference.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.values[:, :, :columns], reference.values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shift_label", [True, False])
+@pytest.mark.parametrize("right", [0, 2, 5])
 def test_cache_holds_exactly_the_verified_prefix_after_every_round(shift_label, right, target, prompt):
     text = plain(target, prompt)
     draft = make_rigged(target, text[0], right, shift_label=shift_label)
+    draft.decoding.path = "assisted"
     calls, backbone = [], draft.backbone
 
     def record(noise_embeds, context_hidden_states, position_ids, *, cache):

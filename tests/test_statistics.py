@@ -7,10 +7,11 @@ import pytest
 import torch
 from conftest import make_draft, make_rigged, make_target
 
-from modeling_domino.statistics_domino import LastGeneration, RoundRecorder
+from modeling_domino.statistics_domino import LastGeneration, RoundRecorder, of_rows
 
 
 NEW = 12
+pytestmark = pytest.mark.usefixtures("path")
 ROUNDS = LastGeneration(
     drafted_per_round=(4, 4, 4, 4, 1),
     accepted_per_round=(4, 1, 0, 2, 1),
@@ -88,6 +89,17 @@ def test_the_recorder_reads_acceptance_off_the_tokens(drafted, gained, accepted)
     assert (summary.draft_seconds, summary.verify_seconds) == ((0.25,), (0.5,))
 
 
+def test_a_batch_is_its_rows_one_after_the_other():
+    short = LastGeneration((4, 2), (1, 0), (2, 1), "assisted", "written by hand", (1.0, 2.0), (3.0, 4.0))
+    empty = LastGeneration((), (), (), "assisted", "written by hand")
+    whole = of_rows([short, ROUNDS, empty])
+    assert whole.rows == (short, ROUNDS, empty) and of_rows([short]) is short
+    assert (whole.rounds, whole.drafted, whole.accepted, whole.new_tokens) == (7, 23, 9, 3 + 15)
+    assert whole.acceptance_length == 15 / 7
+    assert whole.acceptance_by_position[0] == 5 / 7
+    assert pickle.loads(pickle.dumps(whole)) == whole
+
+
 def test_it_is_a_value():
     assert pickle.loads(pickle.dumps(ROUNDS)) == ROUNDS
     assert len({ROUNDS, pickle.loads(pickle.dumps(ROUNDS))}) == 1
@@ -95,7 +107,7 @@ def test_it_is_a_value():
         ROUNDS.path = "other"
 
 
-def test_numbers_of_rigged_calls(prompt):
+def test_numbers_of_rigged_calls(prompt, path):
     target = make_target(seed=2)  # ten distinct tokens
     text = generate(target, prompt)[0]
     draft = make_rigged(target, text, right=2)
@@ -106,7 +118,7 @@ def test_numbers_of_rigged_calls(prompt):
     assert first.tokens_per_round == (3, 3, 3, 2)
     assert first.acceptance_length == 11 / 4
     assert first.acceptance_by_position == (1.0, 1.0, 0.0)
-    assert (first.path, first.new_tokens) == ("assisted", NEW)
+    assert (first.path, first.new_tokens) == (path, NEW)
     assert len(first.draft_seconds) == len(first.verify_seconds) == 4
     assert min(first.draft_seconds + first.verify_seconds) > 0
     assert pickle.loads(pickle.dumps(first)) == first
@@ -116,7 +128,7 @@ def test_numbers_of_rigged_calls(prompt):
     assert (second.tokens_per_round, second.new_tokens) == ((3, 2), 6)
     assert second.acceptance_by_position == (1.0, 1.0, 0.0)
     generate(target, prompt, draft, eos_token_id=int(text[6]))
-    assert draft.last_generation == LastGeneration((), (), (), "assisted", first.reason)
+    assert draft.last_generation == LastGeneration((), (), (), path, first.reason)
     assert first.rounds == 4  # later calls leave it alone
 
 

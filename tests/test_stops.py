@@ -9,6 +9,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 
 NEW = 14
+pytestmark = pytest.mark.usefixtures("path")
 ALIGNMENTS = pytest.mark.parametrize("shift_label", [True, False])
 
 
@@ -61,7 +62,7 @@ def assisted(target, prompt, draft, **kwargs):
     output = target.generate(prompt, assistant_model=draft, **call)
     assert output.tolist() == plain.tolist()
     ids, stats = output[0, prompt.shape[1] :].tolist(), draft.last_generation
-    assert stats.path == "assisted"
+    assert stats.path == ("assisted" if draft.decoding.path == "assisted" else "loop")
     assert stats.new_tokens == len(ids)
     remaining = (call["max_new_tokens"] or call["max_length"] - prompt.shape[1]) - 1
     for drafted, gained in zip(stats.drafted_per_round, stats.tokens_per_round, strict=True):
@@ -135,12 +136,13 @@ def test_eos_tokens_as_a_tensor(target, prompt, text, new):
     assert ids == new[:5]
 
 
-def test_a_criterion_that_only_a_wrong_draft_meets_does_not_stop(target, prompt, text, new):
+def test_a_criterion_that_only_a_wrong_draft_meets_does_not_stop(target, prompt, text, new, path):
     wrong = (new[3] + 1) % MASK
     assert wrong not in new
     ids, stats = assisted(target, prompt, make_rigged(target, text, 2), stopping_criteria=[StopAt(wrong)])
     assert ids == new and stats.rounds == rounds_of(NEW, 2)
-    assert stats.drafted_per_round[:2] == (3, 5)  # the first block ended with the token that met it
+    # In transformers' loop a block has to end with the token that met it; ours asks criteria about verified tokens.
+    assert stats.drafted_per_round[:2] == (5 if path == "loop" else 3, 5)
 
 
 @pytest.mark.parametrize("own, given, argument", [(3, None, None), (3, None, 5), (3, 5, None), (None, 3, 5)])
@@ -277,7 +279,7 @@ def test_fewer_assistant_tokens_than_trained(how, tokens, prompt, text, new):
     output = target.generate(prompt, assistant_model=draft, **call)
     assert output[0].tolist() == text.tolist()
     stats = draft.last_generation
-    assert stats.path == "assisted" and stats.rounds == rounds_of(NEW, tokens)
+    assert stats.rounds == rounds_of(NEW, tokens)
     assert stats.drafted_per_round[0] == max(stats.drafted_per_round) == tokens
 
 
@@ -311,12 +313,49 @@ class Reads(StoppingCriteria):
         return scores[-1].argmax(-1) == MASK if scores is not None else torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def test_a_criterion_that_reads_scores_is_refused_in_words_only_where_scores_are_kept(target, prompt, text, new):
+class ScoresSay(StoppingCriteria):
+    """Ends the text with the token that the last scores like best, if it is that one."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert len(scores) == input_ids.shape[1] - 6
+        return scores[-1].argmax(-1) == self.token
+
+
+class StopAfter(StoppingCriteria):
+    """Counts calls."""
+
+    def __init__(self, tokens: int):
+        self.tokens, self.seen = tokens, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids.shape[1])
+        return torch.tensor([len(self.seen) % self.tokens == 0])
+
+
+def test_a_criterion_reads_scores_in_our_loop_and_is_refused_in_words_in_the_other(target, prompt, text, new, path):
+    """Where scores are kept; transformers' loop asks about tokens that have none yet."""
     draft = make_rigged(target, text, 5)
     assert assisted(target, prompt, draft, stopping_criteria=[Reads()])[0] == new
     call = {"output_scores": True, "return_dict_in_generate": True, "max_new_tokens": NEW, "do_sample": False}
-    with pytest.raises(ValueError, match="reads `scores`.*drop `assistant_model`"):
-        target.generate(prompt, stopping_criteria=[Reads()], assistant_model=draft, **call)
+    call["stopping_criteria"] = [ScoresSay(new[8])]
+    if path == "assisted":
+        with pytest.raises(ValueError, match="reads `scores`.*drop `assistant_model`"):
+            target.generate(prompt, assistant_model=draft, **call)
+    else:
+        assert target.generate(prompt, assistant_model=draft, **call).sequences[0].tolist() == text[: 6 + 9].tolist()
+
+
+def test_a_criterion_is_asked_once_about_every_token(target, prompt, text, path):
+    """So that one that counts, or looks at the clock, ends the text where it ends plain generation's."""
+    if path == "assisted":
+        pytest.skip("asks about drafted tokens too")
+    for right in (0, 2, 5):
+        counting = StopAfter(9)
+        ids, _ = assisted(target, prompt, make_rigged(target, text, right), stopping_criteria=[counting])
+        assert len(ids) == 9 and counting.seen == [*range(7, 16)] * 2  # by plain generation, and by ours
 
 
 def test_a_stop_string_criterion_of_the_caller_replaces_the_option(target, prompt, text, new, tokenizer):

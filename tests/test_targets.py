@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 
 NEW = 24
+pytestmark = pytest.mark.usefixtures("path")
 
 
 def greedy(target, ids, draft=None, **kwargs):

@@ -1,0 +1,1 @@
+../../modeling_domino/length_domino.py

@@ -1,0 +1,1 @@
+../../modeling_domino/verification_domino.py
