@@ -9,7 +9,7 @@ slot j is verified depends on the tokens before it and on the law at it, never o
 a token left out for its own low probability would bias sampling.
 """
 
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -30,12 +30,12 @@ def law_confidence(scores: Tensor) -> Tensor:
 class RoundCost:
     """Seconds of verifications by drafted tokens, and how fast texts grow; kept from call to call."""
 
-    seconds: dict[int, deque] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=KEPT)))
+    seconds: dict[int, deque] = field(default_factory=dict)
     tokens_per_second: float = 0.0
 
     def add(self, drafted: int, gained: int, verify_seconds: float, round_seconds: float) -> None:
         """One round: tokens verified in each row, tokens that all rows gained, and its times."""
-        self.seconds[drafted].append(verify_seconds)
+        self.seconds.setdefault(drafted, deque(maxlen=KEPT)).append(verify_seconds)
         rate = gained / round_seconds
         share = 0.1 if self.tokens_per_second else 1.0
         self.tokens_per_second += share * (rate - self.tokens_per_second)

@@ -1,5 +1,7 @@
 """How many drafted tokens are verified: what pays by a fitted cost, and never by the token that was drawn."""
 
+import pickle
+
 import pytest
 import torch
 from conftest import make_draft, make_rigged, make_target
@@ -150,6 +152,7 @@ def test_what_was_measured_is_kept_for_the_next_call_of_as_many_rows(target, pro
         target.generate(prompt.repeat(rows, 1), assistant_model=draft, max_new_tokens=NEW, do_sample=False)
     assert sorted(key[-1] for key in draft.round_costs) == [1, 3]
     assert all(cost.tokens_per_second > 0 for cost in draft.round_costs.values())
+    assert pickle.loads(pickle.dumps(draft)).round_costs == draft.round_costs
 
 
 def test_sampling_with_lengths_that_adapt_has_the_law_of_the_target(monkeypatch):
