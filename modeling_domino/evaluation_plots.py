@@ -1,5 +1,7 @@
 """The figures of an evaluation: speedups, acceptance by position, and where a round's time goes."""
 
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 
 import matplotlib
@@ -9,8 +11,14 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+from .evaluation import decoded_of
 from .evaluation_methods import LABELS
 from .evaluation_report import summarise
+from .measures import acceptance_by_position, rounds_by_position
+
+
+FEWEST = 20  # rounds that must have judged a position for its share to be drawn
+STYLES = {"head-off": "--", "dflash": "-.", "eagle": ":"}
 
 
 def draw(results: dict, folder: str | Path, suffix: str = ".png") -> list[Path]:
@@ -62,34 +70,44 @@ def _speedups(results: dict):
         axes.bar(places, [e.value for e in values], width, yerr=[below, above], capsize=2, label=LABELS[method])
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks([n + 0.4 - width / 2 for n in range(len(summary))], list(summary))
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, ncols=3, loc="outside lower center")
     return figure
 
 
-def _acceptance(results: dict) -> dict[tuple[str, str], list[float]]:
-    """Conditional acceptance by position, of every set and method that says what it drafted."""
-    return {
-        (name, method): figures.by_position
-        for name, methods in summarise(results).items()
-        for method, figures in methods.items()
-        if figures.by_position
-    }
+def _acceptance(results: dict) -> list[tuple[list[float], dict]]:
+    """Conditional acceptance by position of every set and method that says what it drafted, as far as enough rounds
+    judged it, and how its curve is drawn."""
+    asked = results["asked"]
+    curves = []
+    for colour, name in enumerate(asked["sets"]):
+        for method in asked["methods"]:
+            decoded = decoded_of(results, name, method)
+            judged = rounds_by_position(decoded)
+            rates = [
+                rate for rate, rounds in zip(acceptance_by_position(decoded), judged, strict=True) if rounds >= FEWEST
+            ]
+            if rates:
+                label = f"{name}, {LABELS[method]}"
+                curves.append((rates, {"color": f"C{colour}", "label": label, "linestyle": STYLES.get(method, "-")}))
+    return curves
+
+
+def _curves(title: str, curves: list[tuple[list[float], dict]], first: int):
+    figure, axes = _axes(title)
+    for values, style in curves:
+        axes.plot(range(first, first + len(values)), values, marker="o", markersize=3, **style)
+    figure.legend(fontsize=7, ncols=3, loc="outside lower center", handlelength=4)
+    return figure, axes
 
 
 def _positions(results: dict):
     curves = _acceptance(results)
     if not curves:
         return None
-    figure, axes = _axes("Share of drafted tokens accepted, given that all before them were")
-    styles = dict(zip(dict.fromkeys(method for _, method in curves), ("-", "--", ":", "-."), strict=False))
-    colours = {name: f"C{n}" for n, name in enumerate(dict.fromkeys(name for name, _ in curves))}
-    for (name, method), rates in curves.items():
-        label = f"{name}, {LABELS[method]}"
-        places = range(1, len(rates) + 1)
-        axes.plot(places, rates, styles[method], color=colours[name], marker="o", markersize=3, label=label)
+    title = f"Share of drafted tokens accepted, given that all before them were ({FEWEST} rounds or more)"
+    figure, axes = _curves(title, curves, first=1)
     axes.set_xlabel("drafted position")
     axes.set_ylim(0, 1)
-    axes.legend(fontsize=7)
     return figure
 
 
@@ -100,15 +118,11 @@ def _draft_lengths(results: dict):
     curves = _acceptance(results)
     if not curves:
         return None
-    figure, axes = _axes("τ against tokens drafted per round, from the acceptance by position")
-    for (name, method), rates in curves.items():
-        tau, reached = [1.0], 1.0
-        for rate in rates:
-            reached *= rate
-            tau.append(tau[-1] + reached)
-        axes.plot(range(len(tau)), tau, marker="o", markersize=3, label=f"{name}, {LABELS[method]}")
+    lengths = [
+        ([1 + sum(accumulate(rates[:k], mul)) for k in range(len(rates) + 1)], style) for rates, style in curves
+    ]
+    figure, axes = _curves("τ against tokens drafted per round, from the acceptance by position", lengths, first=0)
     axes.set_xlabel("tokens drafted per round")
-    axes.legend(fontsize=7)
     return figure
 
 
@@ -123,7 +137,7 @@ def _round(results: dict):
         start += milliseconds
     axes.set_yticks([])
     axes.set_xlabel("milliseconds of a round")
-    axes.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.5))
+    figure.legend(fontsize=7, ncols=3, loc="outside upper center")
     return figure
 
 

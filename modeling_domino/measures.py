@@ -91,12 +91,22 @@ def tokens_per_second(decoded: list[Decoded]) -> float:
 
 def acceptance_by_position(decoded: list[Decoded]) -> list[float]:
     """Share of the rounds that kept drafted token i, of those that judged it: all before it accepted."""
+    return list(_together(decoded).acceptance_by_position)
 
+
+def rounds_by_position(decoded: list[Decoded]) -> list[int]:
+    """How many rounds judged drafted token i: of such numbers are the shares of `acceptance_by_position`."""
+    together = _together(decoded)
+    drafted, gained = together.drafted_per_round, together.tokens_per_round
+    positions = range(len(together.acceptance_by_position))
+    return [sum(d > i and g > i for d, g in zip(drafted, gained, strict=True)) for i in positions]
+
+
+def _together(decoded: list[Decoded]) -> LastGeneration:
     def rounds(name: str) -> tuple[int, ...]:
         return tuple(number for d in decoded for number in getattr(d, name))
 
-    together = LastGeneration(rounds("drafted"), rounds("accepted"), rounds("gained"), path="", reason="")
-    return list(together.acceptance_by_position) if together.drafted_per_round else []
+    return LastGeneration(rounds("drafted"), rounds("accepted"), rounds("gained"), path="", reason="")
 
 
 def seconds_per_round(decoded: list[Decoded]) -> tuple[float, float] | None:
@@ -152,6 +162,7 @@ __all__ = [
     "acceptance_length",
     "estimate",
     "mean_acceptance_length",
+    "rounds_by_position",
     "seconds_per_round",
     "speedup",
     "speedup_ratio",

@@ -193,12 +193,19 @@ ARGUMENTS = [
         free=False,
         batch=True,
     ),
-    Argument("a `streamer` for several rows", lambda c: {**batch(c), "streamer": Listener()}, "hears one", free=False),
+    Argument(
+        "a `streamer` for several rows",
+        lambda c: {**batch(c), "streamer": Listener()},
+        "hears one",
+        free=False,
+        batch=True,
+    ),
     Argument(
         "scores, states or attentions of several rows",
         lambda c: {**batch(c), **RECORDS, "output_scores": True},
         "`output_scores=True` records one text",
         free=False,
+        batch=True,
     ),
     Argument("`guidance_scale`", lambda c: {"guidance_scale": 1.5}, "keeps a state", free=False),
     Argument(

@@ -144,6 +144,7 @@ def test_batch_of_two_in_transformers_loop(target, prompt, draft):
 
 def test_a_batch_that_our_loop_cannot_decode_either(target, prompt, draft):
     draft.candidate_generator = type("OtherGenerator", (DominoCandidateGenerator,), {})
+    draft.decoding.path = "auto"
     with refused(target, "2 rows", "the draft proposes through a OtherGenerator", "Call generate() once for each row"):
         generate(target, prompt.repeat(2, 1), draft)
     assert generate(target, prompt, draft).tolist() == generate(target, prompt).tolist()

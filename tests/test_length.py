@@ -85,8 +85,10 @@ def lengths_by(tables: Tables, drafted: torch.Tensor, q_logits: torch.Tensor, by
     by_law = law_confidence(q_logits.flatten(0, 1)).view(-1, 2)
     torch.testing.assert_close(by_law, laws.amax(-1))
     confidence = by_law if by == "law" else laws.gather(2, drafted[..., None])[..., 0]
-    chooser = LengthChooser(fitted(slope=0.25 / 50, rate=50.0))
-    return torch.tensor([chooser.choose(chances) for chances in confidence.cumprod(1).tolist()])
+    chances = confidence.cumprod(1)
+    least = float(chances[:, 1].min() + chances[:, 1].max()) / 2  # both lengths come
+    chooser = LengthChooser(fitted(slope=least / 50, rate=50.0))
+    return torch.tensor([chooser.choose(row) for row in chances.tolist()])
 
 
 @pytest.mark.parametrize("by", ["law", "drawn token"])

@@ -10,6 +10,7 @@ from modeling_domino.measures import (
     acceptance_length,
     estimate,
     mean_acceptance_length,
+    rounds_by_position,
     seconds_per_round,
     speedup,
     speedup_ratio,
@@ -90,7 +91,9 @@ def test_a_simulated_machine_is_measured_as_it_was_made():
     assert mean_acceptance_length(fast).value == pytest.approx(machine.tau, rel=0.02)
     assert acceptance_by_position(fast) == pytest.approx([0.7] * 4, abs=0.02)
     assert seconds_per_round(fast) == pytest.approx((0.03, 0.12))
-    assert seconds_per_round(slow) is None and acceptance_by_position(slow) == []
+    assert seconds_per_round(slow) is None and acceptance_by_position(slow) == rounds_by_position(slow) == []
+    kept = [sum(accepted > i for d in fast for accepted in d.accepted) for i in range(4)]
+    assert [r * n for r, n in zip(acceptance_by_position(fast), rounds_by_position(fast), strict=True)] == kept
     exact = (400 * 0.3 + (tokens - 400) * 0.1) / (400 * 0.3 + rounds * 0.15)
     assert speedup(fast, slow).value == pytest.approx(exact)
     assert exact == pytest.approx(machine.tau * 0.1 / 0.15, rel=0.1)  # prompts' passes, the same in both, dampen it
