@@ -104,3 +104,13 @@ def test_quickstart_smoke_runs_to_its_end(tmp_path):
     assert re.search(r"identical: yes .*; [\d.]+ tokens/s plain, [\d.]+ with the draft, ratio [\d.]+", result.stdout)
     assert re.search(r"τ = [\d.]+ with the correction head, [\d.]+ without it \(K=", result.stdout)
     assert (tmp_path / "draft" / "modeling_domino.py").exists()
+
+
+def test_the_benchmark_of_generate_runs_to_its_end(tmp_path):
+    command = [sys.executable, str(QUICKSTART.with_name("benchmark_generate.py")), "--smoke"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    named = re.findall(r"^  (\S.*?) +[\d.]+ tokens/s", result.stdout, flags=re.MULTILINE)
+    assert len(named) == 5 + 4 and named[0] == named[5] == "plain generate"
+    assert len(re.findall(r"A round takes [\d.]+ ms", result.stdout)) == 2
+    assert "loop: ms of a round in eighths of 64 tokens" in result.stdout
