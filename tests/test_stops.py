@@ -348,10 +348,9 @@ def test_a_criterion_reads_scores_in_our_loop_and_is_refused_in_words_in_the_oth
         assert target.generate(prompt, assistant_model=draft, **call).sequences[0].tolist() == text[: 6 + 9].tolist()
 
 
+@pytest.mark.parametrize("path", ["loop"], indirect=True)  # the other one asks about drafted tokens too
 def test_a_criterion_is_asked_once_about_every_token(target, prompt, text, path):
     """So that one that counts, or looks at the clock, ends the text where it ends plain generation's."""
-    if path == "assisted":
-        pytest.skip("asks about drafted tokens too")
     for right in (0, 2, 5):
         counting = StopAfter(9)
         ids, _ = assisted(target, prompt, make_rigged(target, text, right), stopping_criteria=[counting])
